@@ -1,0 +1,1 @@
+"""Serving frameworks that this package plugs into; nobody imports these."""

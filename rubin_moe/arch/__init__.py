@@ -1,0 +1,1 @@
+"""Hardware rules as data and pure functions. A leaf: standard library only."""

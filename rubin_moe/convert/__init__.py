@@ -1,0 +1,1 @@
+"""Converting and comparing checkpoints, shard by shard."""

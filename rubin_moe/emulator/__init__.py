@@ -1,0 +1,1 @@
+"""A functional emulator of PTX kernels. An island: imports nothing else of the package."""

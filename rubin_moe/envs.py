@@ -1,0 +1,45 @@
+"""Every RUBIN_MOE_* environment variable: its name, meaning and default. Read on use."""
+
+import os
+from pathlib import Path
+
+from rubin_moe.errors import ConfigError
+
+VARIABLES = {
+    "RUBIN_MOE_BACKEND": "name of the one backend to use; refuses to serve if it cannot",
+    "RUBIN_MOE_FORBID": "comma-separated backends never to use",
+    "RUBIN_MOE_ACTIVATION_FORMAT": "16bit | nvfp4-ue4m3 | nvfp4-ue5m3 | mxfp8 | int8",
+    "RUBIN_MOE_FOLD": "none | exact | full: how the global scale is folded (default exact)",
+    "RUBIN_MOE_DETERMINISTIC": "1: bit-equal runs and batch invariance (default 1)",
+    "RUBIN_MOE_CACHE_DIR": "compiled kernels and derived files (default: the user cache folder)",
+    "RUBIN_MOE_NUM_THREADS": "threads of the CPU backend (default: torch's own setting)",
+}
+
+
+def text(name: str, default: str = "") -> str:
+    """Value of a variable of the table above; an unknown name is a programming error."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return os.environ.get(name, default).strip()
+
+
+def flag(name: str, default: bool) -> bool:
+    """A variable that is 0 or 1."""
+    value = text(name)
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{name}={value!r}: expected 0 or 1")
+    return default if value == "" else value == "1"
+
+
+def names(name: str) -> tuple[str, ...]:
+    """A comma-separated variable."""
+    return tuple(part.strip() for part in text(name).split(",") if part.strip())
+
+
+def cache_dir() -> Path:
+    """Folder for compiled kernels; not created here."""
+    chosen = text("RUBIN_MOE_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rubin_moe"

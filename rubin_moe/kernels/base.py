@@ -1,0 +1,144 @@
+"""What is asked of a kernel, what it answers, and how it is run.
+
+``MoEProblem`` and ``Target`` are plain data: rules are decided without torch and without a
+device. A backend is two files: ``rules.py`` (``why_not`` and ``plan``, standard library only) and
+``host.py`` (an ``ExpertsKernel``), named in one row of `registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rubin_moe.formats.spec import BlockFormat
+from rubin_moe.kernels.activation import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rubin_moe.formats.experts import ExpertWeights
+
+ActivationFormat = Literal["16bit", "nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp8", "int8"]
+"""What the GEMMs read as activations; ``16bit`` is the model's own dtype (W4A16)."""
+
+
+@dataclass(frozen=True)
+class MoEProblem:
+    """One MoE layer's experts as a backend sees them.
+
+    Attributes:
+        num_experts: local experts; global_num_experts: of the whole model.
+        top_k: experts a token; hidden, intermediate: logical sizes of this rank.
+        weight_format, activation_format: what the GEMMs multiply.
+        dtype: of hidden states: ``bfloat16``, ``float16`` or ``float32``.
+        router_weight_on_input: Llama-4: the weight scales the input, top-1 only.
+        deterministic: bit-equal runs and a row independent of its batch.
+    """
+
+    num_experts: int
+    global_num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    weight_format: BlockFormat
+    activation: Activation = field(default_factory=Activation)
+    activation_format: ActivationFormat = "16bit"
+    dtype: str = "bfloat16"
+    has_bias: bool = False
+    router_weight_on_input: bool = False
+    deterministic: bool = True
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a layer runs.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        capability: CUDA compute capability such as (10, 7); None on a CPU.
+        versions: distribution name -> installed version, of what backends need.
+    """
+
+    device: Literal["cpu", "cuda"]
+    capability: tuple[int, int] | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.device
+        return "sm_{}{}".format(*self.capability)
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What a backend decided for a number of tokens; prints in one line.
+
+    Attributes:
+        backend: registry name; fields: tile sizes, stages, memory, in the backend's own terms.
+    """
+
+    backend: str
+    fields: Mapping[str, int | float | str]
+
+    def __str__(self) -> str:
+        parts = " ".join(f"{k}={v}" for k, v in self.fields.items())
+        return f"{self.backend}: {parts}" if parts else self.backend
+
+
+class Rules(Protocol):
+    """The light half of a backend: a module with these two functions."""
+
+    def why_not(self, problem: MoEProblem, target: Target) -> str | None:
+        """None if this backend computes exactly ``problem`` on ``target``, else the reason."""
+
+    def plan(self, problem: MoEProblem, num_tokens: int) -> KernelPlan:
+        """Tiles and memory for ``num_tokens``. Raises PlanError."""
+
+
+class PreparedExperts(Protocol):
+    """Weights in a backend's own layout."""
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+
+class ExpertsKernel(Protocol):
+    """The heavy half of a backend: one object per layer."""
+
+    def prepare(self, weights: ExpertWeights) -> PreparedExperts:
+        """Weights in this kernel's layouts. Pure: the same bytes each time; needs at most one
+        expert of memory beyond the result."""
+
+    def run(
+        self,
+        prepared: PreparedExperts,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        expert_map: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Weighted sum of the experts' outputs.
+
+        Args:
+            x: ``[M, hidden]``. topk_ids: int32 or int64 ``[M, top_k]``, global ids, -1: no expert.
+            topk_weights: float32 ``[M, top_k]``.
+            expert_map: int32 ``[global_num_experts]``: global id -> local id or -1 (not here).
+            out: ``[M, hidden]`` of x's dtype, or None to allocate.
+        """
+
+
+class Launcher(Protocol):
+    """Starts compiled device code: the CUDA driver, or the emulator where it is asked for."""
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        cluster: tuple[int, int, int],
+        dynamic_smem: int,
+        args: Sequence[Any],
+    ) -> None:
+        """One launch, in stream order."""

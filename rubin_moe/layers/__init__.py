@@ -1,0 +1,1 @@
+"""One MoE layer from hidden states to the weighted sum: routing, experts."""

@@ -1,0 +1,1 @@
+"""Physical orders of weights and scales, one per file; pure and invertible."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk to `formats.experts.ExpertWeights`: dialects, folding, sharding."""

@@ -1,0 +1,65 @@
+"""How far a right backend may be from the oracle, from the formats alone."""
+
+import numpy as np
+
+from .moe import Layer, activate
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+
+
+def relative_l2(actual: np.ndarray, expected: np.ndarray) -> float:
+    """``||actual - expected|| / ||expected||``; any NaN or infinity gives infinity."""
+    if actual.size == 0:
+        return 0.0
+    if not np.isfinite(actual).all():
+        return float("inf")
+    norm = float(np.linalg.norm(expected))
+    return float(np.linalg.norm(actual - expected)) / norm if norm else float(np.abs(actual).max())
+
+
+def bound(
+    layer: Layer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, dtype: str
+) -> np.ndarray:
+    """Elementwise ``[M, H]`` bound for a W4A16 backend: fp32 accumulation, ``dtype`` between GEMMs.
+
+    Running-error analysis: a K-term fp32 dot product errs by at most ``K u32 sum|a w|``; rounding
+    the activations between the GEMMs and the output adds ``u`` of each, and FC1's error passes the
+    activation with a factor of at most ``1.13`` a side (largest slope of silu; the gated product
+    adds the other factor). Doubled, for second order terms and for summing the experts in fp32.
+    """
+    u, u32 = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"]
+    w13, w2 = layer.w13.dense(layer.fmt), layer.w2.dense(layer.fmt)
+    out = np.zeros((x.shape[0], w2.shape[1]))
+    for token, row in enumerate(x.astype(np.float64)):
+        for expert, weight in zip(
+            ids[token], np.abs(weights[token].astype(np.float64)), strict=True
+        ):
+            if expert < 0:
+                continue
+            a = row * weight if layer.weight_on_input else row
+            b13 = 0 if layer.w13.bias is None else layer.w13.bias[expert].astype(np.float64)
+            b2 = 0 if layer.w2.bias is None else layer.w2.bias[expert].astype(np.float64)
+            h = a @ w13[expert].T + b13
+            in_error = u if layer.weight_on_input else 0.0
+            dh = (np.abs(a) @ np.abs(w13[expert]).T + np.abs(b13)) * (a.size * u32 + in_error)
+            # a bf16 backend may round FC1's result before the activation
+            dh = dh + np.abs(h) * u
+            act = activate(layer, h)
+            da = _activation_error(layer, h, dh) + np.abs(act) * (2 * u)
+            y = np.abs(act) @ np.abs(w2[expert]).T + np.abs(b2)
+            dy = da @ np.abs(w2[expert]).T + y * (act.size * u32)
+            # and FC2's result before the weighted sum
+            out[token] += (1.0 if layer.weight_on_input else weight) * (dy + y * u)
+    return 2 * out + 2.0**-126
+
+
+def _activation_error(layer: Layer, h: np.ndarray, dh: np.ndarray) -> np.ndarray:
+    if layer.kind == "relu2":
+        return 2 * np.abs(h) * dh + dh**2
+    gate, up = np.split(h, 2, axis=-1)
+    dgate, dup = np.split(dh, 2, axis=-1)
+    slope = 1.13 if layer.kind != "swigluoai" else 1.2
+    beta = layer.beta if layer.kind == "swigluoai" else 0.0
+    if layer.limit is not None:
+        up, gate = np.clip(up, -layer.limit, layer.limit), np.minimum(gate, layer.limit)
+    return (np.abs(up) + abs(beta)) * slope * dgate + np.abs(gate) * dup + slope * dgate * dup
