@@ -1,12 +1,44 @@
-"""The ``rubin-moe`` command. Each command lives in a file of its own and imports what it needs
-when it runs."""
+"""The ``rubin-moe`` command.
+
+Each command is one file of this folder that defines ``app``, a `typer.Typer` with one command, and
+one row of `COMMANDS`; it is imported when it is asked for.
+"""
+
+import importlib
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 import rubin_moe
 
+COMMANDS: dict[str, str] = {
+    "check-port": "check_port",
+}
+"""Command name -> module of this package."""
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported one by one, on use.
+
+    Contexts and commands are click's, which typer ships under names that change: hence ``Any``.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}")
+        command = typer.main.get_command(module.app)
+        command.name = cmd_name
+        return command
+
+
 app = typer.Typer(
     name="rubin-moe",
+    cls=LazyGroup,
     help="FP4 mixture-of-experts: serve, inspect, convert, plan.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
