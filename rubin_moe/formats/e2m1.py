@@ -1,0 +1,70 @@
+"""E2M1 elements: codes 0..7 are 0 .5 1 1.5 2 3 4 6, bit 3 is the sign (-0 exists), no specials.
+
+Two codes a byte, the element with the even K index in the low nibble.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rubin_moe.errors import FormatError
+
+MAX = 6.0
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Midpoints between neighbours; a tie goes to the even code, so every second one belongs above.
+_ABOVE = (0.25, 1.25, 2.5, 5.0)
+_NOT_BELOW = (0.75, 1.75, 3.5)
+
+
+@cache
+def _table(dtype: torch.dtype) -> Tensor:
+    positive = torch.tensor(VALUES, dtype=dtype)
+    return torch.cat([positive, -positive])
+
+
+@cache
+def _pairs() -> Tensor:
+    """``[256]`` int64 whose bytes are the two float32 values of a packed byte."""
+    byte = torch.arange(256)
+    values = _table(torch.float32)
+    return torch.stack([values[byte & 15], values[byte >> 4]], -1).view(torch.int64).view(-1)
+
+
+def encode(values: Tensor) -> Tensor:
+    """Floats of any shape -> uint8 codes 0..15: nearest with ties to even, saturating at 6.
+
+    The sign of zero is kept. NaN has no code and becomes a zero: whoever may meet it (a quantizer)
+    marks the block by its scale.
+    """
+    magnitude = values.abs()
+    codes = (values.signbit().to(torch.uint8)) << 3
+    for tie in _ABOVE:
+        codes += magnitude > tie
+    for tie in _NOT_BELOW:
+        codes += magnitude >= tie
+    return codes
+
+
+def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 codes 0..15 of any shape -> values of ``dtype``."""
+    return _table(dtype).to(codes.device)[codes.long()]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """uint8 codes ``[..., K]``, K even -> uint8 ``[..., K / 2]``."""
+    if codes.shape[-1] % 2:
+        raise FormatError(f"e2m1: K = {codes.shape[-1]} is odd, and two codes share a byte")
+    both = codes.contiguous().view(torch.int16)  # low byte: even element (little endian)
+    return (both | (both >> 4)).to(torch.uint8)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """uint8 ``[..., K / 2]`` -> codes uint8 ``[..., K]``."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def decode_packed(packed: Tensor) -> Tensor:
+    """uint8 ``[..., K / 2]`` -> float32 ``[..., K]``."""
+    pairs = _pairs().to(packed.device)[packed.long()]
+    return pairs.view(torch.float32)
