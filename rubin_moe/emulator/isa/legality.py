@@ -1,0 +1,28 @@
+"""The one error of the functional units: an operation that the architecture does not define."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class IllegalOperation(ValueError):
+    """An operation, descriptor or operand that is illegal or not modelled.
+
+    ``rule`` is a short stable name (``"instruction descriptor: N"``) by which tests and reports
+    refer to the rule; the message says what was found and what is legal.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+
+
+def refuse(rule: str, message: str) -> NoReturn:
+    """Raise :class:`IllegalOperation`."""
+    raise IllegalOperation(rule, message)
+
+
+def require(condition: bool, rule: str, message: str) -> None:
+    """Raise :class:`IllegalOperation` unless ``condition`` holds."""
+    if not condition:
+        raise IllegalOperation(rule, message)
