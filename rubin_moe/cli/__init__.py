@@ -14,6 +14,8 @@ import rubin_moe
 
 COMMANDS: dict[str, str] = {
     "check-port": "check_port",
+    "doctor": "doctor",
+    "select": "select",
 }
 """Command name -> module of this package."""
 
