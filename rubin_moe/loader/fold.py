@@ -1,0 +1,353 @@
+"""Folding global scales into block scales: all the scale algebra, pure.
+
+With ``g = 2^k r``, ``1 <= r < 2``, per expert and half of ``w13``:
+
+| mode | stored scale | ``dec`` left for the kernel (alpha) | error |
+|---|---|---|---|
+| ``none`` | the checkpoint's value, in the target's code | ``g`` | none |
+| ``exact`` | ``sf 2^j``, j nearest to k that keeps every block exact | ``g 2^-j`` | none |
+| ``full`` | ``round(sf g)`` | 1 | reported; refused above a loss unless forced |
+| ``full+requantize`` | new scales and codes of least squared error | 1 | reported |
+
+A fold reads the stored weights and returns new ones, so folding twice from the same checkpoint
+gives the same bytes. NVFP4 stays NVFP4: group 16 with UE4M3 or UE5M3 scales.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rubin_moe.errors import FoldError, FormatError
+from rubin_moe.formats import quantize as blockquant
+from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
+from rubin_moe.formats.minifloat import Minifloat
+from rubin_moe.formats.scales import CODECS
+from rubin_moe.formats.spec import NVFP4_UE4M3, NVFP4_UE5M3, BlockFormat, ScaleType, is_nvfp4
+from rubin_moe.loader.fold_report import FoldEntry, FoldReport
+
+FoldMode = Literal["none", "exact", "full", "full+requantize"]
+FOLD_MODES: tuple[FoldMode, ...] = ("none", "exact", "full", "full+requantize")
+MAX_MEAN_ERROR = 0.04
+"""Mean relative error of an expert's block scales above which a fold refuses: rounding a 3-bit
+mantissa once more costs about 0.021 on average, so more than this means scales that underflow."""
+TARGETS: dict[ScaleType, BlockFormat] = {"ue4m3": NVFP4_UE4M3, "ue5m3": NVFP4_UE5M3}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rows of one local expert that share a global scale.
+
+    Attributes:
+        proj: attribute of `ExpertWeights`; half: column of its ``dec``; rows: of its tensors.
+        part: ``gate``, ``up`` or ``down``.
+    """
+
+    proj: Literal["w13", "w2"]
+    expert: int
+    half: int
+    rows: slice
+    part: str
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This slot's rows of ``[E, N, ...]``; a view."""
+        return tensor[self.expert, self.rows]
+
+    def projection(self, weights: ExpertWeights) -> ProjectionWeights:
+        return weights.w13 if self.proj == "w13" else weights.w2
+
+
+def slots(weights: ExpertWeights) -> Iterator[Slot]:
+    """Every expert, projection and half, in order."""
+    names = ("gate", "up") if weights.gated else ("up",)
+    for expert in range(weights.num_experts):
+        for half, part in enumerate(names):
+            rows = slice(half * weights.intermediate, (half + 1) * weights.intermediate)
+            yield Slot("w13", expert, half, rows, part)
+        yield Slot("w2", expert, 0, slice(None), "down")
+
+
+def fold(
+    weights: ExpertWeights,
+    mode: FoldMode = "exact",
+    target_scale: ScaleType | None = None,
+    max_mean_error: float = MAX_MEAN_ERROR,
+    force: bool = False,
+) -> tuple[ExpertWeights, FoldReport]:
+    """Experts with their global scales folded into the block scales.
+
+    Args:
+        target_scale: ``ue4m3`` or ``ue5m3``; default the weights' own. MXFP4 has no global scale
+            and comes back as it is.
+        max_mean_error: of mode ``full``, where a saturated block is refused as well.
+        force: let ``full`` lose more than that.
+
+    Returns:
+        New weights, whose ``dec`` is the alpha that remains (ones after ``full``), and the report.
+
+    Raises:
+        FoldError: a mode or target that does not exist for this format, a loss above the limit, or
+            a target whose range cannot hold the scales exactly.
+        FormatError: a block scale that is no number, a global scale that is not positive.
+    """
+    target = _target(weights, mode, target_scale)
+    if not is_nvfp4(target):
+        return weights, FoldReport(weights.name, mode, weights.fmt.name, target.name, ())
+    out = FoldBuilder(weights, target)
+    for slot in slots(weights):
+        if mode == "full+requantize":
+            out.requantize(slot)
+            continue
+        g = out.global_scale(slot)
+        if mode == "full":
+            out.rescale(slot, g, shift=0, alpha=1.0)
+            continue
+        shift = 0 if mode == "none" else _nearest_exact(out, slot, _split(g)[0])
+        out.rescale(slot, 2.0**shift, shift, alpha=g * 2.0**-shift)
+        out.require_exact(slot)
+    report = out.report(mode)
+    if mode == "full" and not force:
+        refuse_loss(report, max_mean_error)
+    return out.weights(), report
+
+
+def share_alpha(
+    weights: ExpertWeights, max_mean_error: float = MAX_MEAN_ERROR, force: bool = False
+) -> tuple[ExpertWeights, FoldReport]:
+    """Gate and up of every expert brought to one global scale, for a kernel with a single alpha.
+
+    The larger scale is kept and the other half's block scales shrink by the ratio (the smaller is
+    kept where only that is exact). A ratio that is a power of two is exact within the format's
+    range; any other re-rounds that half and is reported.
+
+    Raises:
+        FoldError: not NVFP4, or a loss above ``max_mean_error`` without ``force``.
+    """
+    if not is_nvfp4(weights.fmt):
+        raise FoldError(f"{weights.name}: {weights.fmt} has no global scales to bring together")
+    out = FoldBuilder(weights, weights.fmt)
+    for slot in slots(weights):
+        both = [float(d) for d in slot.projection(weights).dec[slot.expert]]
+        g = out.global_scale(slot)
+        shared = min(both) if _only_smaller_is_exact(weights, slot.expert, both) else max(both)
+        shared = shared if slot.proj == "w13" else g
+        out.rescale(slot, g / shared, shift=0, alpha=shared)
+    report = out.report("share_alpha")
+    if not force:
+        refuse_loss(report, max_mean_error)
+    return out.weights(), report
+
+
+class FoldBuilder:
+    """New scales under construction; the source is only read."""
+
+    def __init__(self, source: ExpertWeights, target: BlockFormat) -> None:
+        self.source, self.target = source, target
+        codec = CODECS[target.scale]
+        assert isinstance(codec, Minifloat)
+        self.codec = codec
+        self.values = CODECS[source.fmt.scale].table
+        self._new = {"w13": _own_scales(source.w13), "w2": _own_scales(source.w2)}
+        self._entries: list[FoldEntry] = []
+
+    def where(self, slot: Slot) -> str:
+        return f"{self.source.name} expert {self.source.expert_ids[slot.expert]} {slot.part}"
+
+    def global_scale(self, slot: Slot) -> float:
+        g = float(slot.projection(self.source).dec[slot.expert, slot.half])
+        if not (math.isfinite(g) and g > 0):
+            raise FormatError(f"{self.where(slot)}: global scale {g}, expected a positive number")
+        return g
+
+    def counts(self, slot: Slot) -> Tensor:
+        """int64 ``[256]``: how often each scale code occurs. Raises on a code without a value."""
+        codes = slot.of(slot.projection(self.source).sf)
+        counts = torch.bincount(codes.reshape(-1).int(), minlength=256)
+        bad = counts[self.values.isnan()]
+        if bad.any():
+            raise FormatError(
+                f"{self.where(slot)}: {int(bad.sum())} of {codes.numel()} block scales are no "
+                f"{self.source.fmt.scale} value (NaN or a set sign bit)"
+            )
+        return counts
+
+    def rescale(self, slot: Slot, factor: float, shift: int, alpha: float) -> None:
+        """Stores ``round(sf * factor)``; a new code depends on the old one alone."""
+        counts = self.counts(slot)
+        wanted = self.values.nan_to_num(0.0) * factor
+        table = self.codec.encode(wanted)
+        codes = slot.of(slot.projection(self.source).sf)
+        self._store(slot, table[codes.int()], alpha)
+        got = self.codec.decode(table, torch.float64)
+        relative = ((got - wanted).abs() / wanted).nan_to_num(0.0)
+        seen = counts * (wanted > 0)
+        number = max(1, int(seen.sum()))
+        self._add(
+            slot,
+            shift,
+            alpha,
+            rerounded=int(seen[got != wanted].sum()),
+            flushed=int(seen[got == 0].sum()),
+            saturated=int(seen[wanted > self.codec.max].sum()),
+            max_rel_err=float(relative[seen > 0].max()) if seen.any() else 0.0,
+            mean_rel_err=float((relative * seen).sum()) / number,
+        )
+
+    def requantize(self, slot: Slot) -> None:
+        """Stores the scales and codes nearest to the decoded weights, alpha 1.
+
+        Per block the better of a fresh search and of the old codes under the re-rounded scale.
+        """
+        fmt, g, proj = self.source.fmt, self.global_scale(slot), slot.projection(self.source)
+        self.counts(slot)
+        sf, qdata = slot.of(proj.sf), slot.of(proj.qdata)
+        stored = blockquant.dequantize(qdata, sf, fmt, g)
+        fresh = blockquant.quantize(stored, self.target, search=True)
+        kept = self.codec.encode(self.values.nan_to_num(0.0) * g)[sf.int()]
+        new = blockquant.dequantize(fresh.qdata, fresh.sf, self.target)
+        old = blockquant.dequantize(qdata, kept, self.target)
+        better = _block_error(old, stored, self.target) < _block_error(new, stored, self.target)
+        new_sf = torch.where(better, kept, fresh.sf)
+        wide = better.repeat_interleave(self.target.packed_k(self.target.sf_vec_size), -1)
+        self._store(slot, new_sf, 1.0)
+        self._codes(slot.proj)[slot.expert, slot.rows] = torch.where(wide, qdata, fresh.qdata)
+        elements = better.repeat_interleave(self.target.sf_vec_size, -1)
+        error = (torch.where(elements, old, new) - stored).abs() / stored.abs()
+        error = error[stored != 0]
+        self._add(
+            slot,
+            shift=0,
+            alpha=1.0,
+            rerounded=int(
+                (self.codec.decode(new_sf, torch.float64) != self.values[sf.int()] * g).sum()
+            ),
+            flushed=int(((new_sf == 0) & (sf != 0)).sum()),
+            saturated=int((new_sf == self.codec.max_code).sum()),
+            max_rel_err=float(error.max()) if error.numel() else 0.0,
+            mean_rel_err=float(error.double().mean()) if error.numel() else 0.0,
+        )
+
+    def require_exact(self, slot: Slot) -> None:
+        """Raises FoldError if the last `rescale` changed a value."""
+        if self._entries[-1].rerounded:
+            raise FoldError(
+                f"{self.where(slot)}: {self._entries[-1].rerounded} block scales have no exact "
+                f"{self.target.scale} value; mode 'full' rounds them and says by how much"
+            )
+
+    def weights(self) -> ExpertWeights:
+        return replace(self.source, fmt=self.target, w13=self._new["w13"], w2=self._new["w2"])
+
+    def report(self, mode: str) -> FoldReport:
+        source, target = self.source.fmt.name, self.target.name
+        return FoldReport(self.source.name, mode, source, target, tuple(self._entries))
+
+    def _store(self, slot: Slot, sf: Tensor, alpha: float) -> None:
+        slot.of(self._new[slot.proj].sf)[...] = sf
+        self._new[slot.proj].dec[slot.expert, slot.half] = alpha
+
+    def _codes(self, proj: str) -> Tensor:
+        """The projection's own copy of its codes, made when first written."""
+        new, old = self._new[proj], getattr(self.source, proj)
+        if new.qdata is old.qdata:
+            self._new[proj] = replace(new, qdata=old.qdata.clone())
+        return self._new[proj].qdata
+
+    def _add(self, slot: Slot, shift: int, alpha: float, **losses: float) -> None:
+        k, r = _split(self.global_scale(slot))
+        expert = self.source.expert_ids[slot.expert]
+        blocks = slot.of(slot.projection(self.source).sf).numel()
+        entry = FoldEntry(expert, slot.part, k, r, shift, alpha, blocks, **losses)  # type: ignore[arg-type]
+        self._entries.append(entry)
+
+
+def refuse_loss(report: FoldReport, max_mean_error: float) -> None:
+    """Raises FoldError if an expert lost more than ``max_mean_error`` or has a saturated block."""
+    bad = [e for e in report.entries if e.mean_rel_err > max_mean_error or e.saturated]
+    if not bad:
+        return
+    worst = max(bad, key=lambda e: (e.mean_rel_err, e.saturated))
+    raise FoldError(
+        f"{report.name}: folding to {report.target} ({report.mode}) loses too much in {len(bad)} "
+        f"of {len(report.entries)} parts; worst: expert {worst.expert} {worst.part} (2^{worst.k} * "
+        f"{worst.r:.4g}): mean relative error {worst.mean_rel_err:.3g} (allowed {max_mean_error}), "
+        f"max {worst.max_rel_err:.3g}, {worst.flushed} of {worst.blocks} blocks flushed to zero, "
+        f"{worst.saturated} saturated; fold 'exact' loses nothing, 'full+requantize' chooses new "
+        "codes, force accepts the loss"
+    )
+
+
+def _target(weights: ExpertWeights, mode: str, scale: ScaleType | None) -> BlockFormat:
+    if mode not in FOLD_MODES:
+        raise FoldError(f"fold mode {mode!r} is unknown; known: {', '.join(FOLD_MODES)}")
+    scale = scale or weights.fmt.scale
+    if is_nvfp4(weights.fmt):
+        if scale not in TARGETS:
+            raise FoldError(
+                f"{weights.name}: NVFP4 experts stay NVFP4 (group 16, UE4M3 or UE5M3 scales); "
+                f"{scale} would merge blocks of 16 into 32 and drop the scales' mantissas"
+            )
+        return TARGETS[scale]
+    if scale != weights.fmt.scale:
+        raise FoldError(
+            f"{weights.name}: {weights.fmt} has no global scale to fold; "
+            f"mxfp4_to_nvfp4 gives its blocks {scale} scales"
+        )
+    return weights.fmt
+
+
+def _split(g: float) -> tuple[int, float]:
+    """``k, r`` with ``g = 2^k r`` and ``1 <= r < 2``."""
+    mantissa, exponent = math.frexp(g)
+    return exponent - 1, 2 * mantissa
+
+
+def _own_scales(proj: ProjectionWeights) -> ProjectionWeights:
+    return replace(proj, sf=torch.empty_like(proj.sf), dec=torch.empty_like(proj.dec))
+
+
+def _nearest_exact(out: FoldBuilder, slot: Slot, k: int) -> int:
+    """The exponent nearest to k that keeps every block of the slot exact."""
+    present = (out.counts(slot) > 0) & (out.values > 0)
+    if not present.any():
+        return k
+    low = int(_lowest_bit(out.source.fmt.scale)[present].min())
+    least = round(math.log2(out.codec.min_subnormal)) - low
+    most = math.floor(math.log2(out.codec.max / float(out.values[present].max())))
+    if least > most:
+        raise FoldError(
+            f"{out.where(slot)}: no power of two brings its block scales, "
+            f"{float(out.values[present].min()):.3g} to {float(out.values[present].max()):.3g}, "
+            f"into {out.target.scale} exactly; mode 'full' rounds them and says by how much"
+        )
+    return min(max(k, least), most)
+
+
+@cache
+def _lowest_bit(scale: ScaleType) -> Tensor:
+    """int64 ``[256]``: exponent of the lowest set bit of each code's value."""
+    mantissa, exponent = torch.frexp(CODECS[scale].table.nan_to_num(0.0))
+    odd = (mantissa * 16).long()  # at most four significant bits
+    return exponent - 4 + torch.log2((odd & -odd).clamp(min=1).double()).long()
+
+
+def _only_smaller_is_exact(weights: ExpertWeights, expert: int, both: list[float]) -> bool:
+    if len(set(both)) == 1:
+        return False
+    exact = {}
+    for shared in (max(both), min(both)):
+        trial = FoldBuilder(weights, weights.fmt)
+        for slot in slots(weights):
+            if slot.expert == expert and slot.proj == "w13":
+                trial.rescale(slot, both[slot.half] / shared, 0, shared)
+        exact[shared] = trial.report("").lossless
+    return exact[min(both)] and not exact[max(both)]
+
+
+def _block_error(decoded: Tensor, stored: Tensor, fmt: BlockFormat) -> Tensor:
+    """Squared error of each block."""
+    return (decoded - stored).square().reshape(*stored.shape[:-1], -1, fmt.sf_vec_size).sum(-1)
