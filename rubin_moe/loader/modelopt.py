@@ -1,0 +1,37 @@
+"""NVFP4 as NVIDIA ModelOpt exports it: Qwen3, DeepSeek, GLM, Kimi, MiniMax, Nemotron.
+
+Value = ``e2m1(weight) * ue4m3(weight_scale) * weight_scale_2``; both global scales multiply.
+A tensor per expert and projection, ``[N, K/2]`` and ``[N, K/16]``; stacked exports use the same
+leaves (`modelopt_stacked`).
+"""
+
+from rubin_moe.formats.spec import NVFP4_UE4M3
+from rubin_moe.loader.dialect import FLOAT_DTYPES, Dialect, Ignored, Reading
+
+
+def read(leaf: str) -> Reading | Ignored | None:
+    """What ModelOpt means by a leaf name."""
+    match leaf:
+        case "weight":
+            return Reading("qdata", ("U8",))
+        case "weight_scale":
+            return Reading("sf", ("F8_E4M3",))
+        case "weight_scale_2":
+            return Reading("dec", ("F32",))
+        case "input_scale":
+            return Reading("input_dec", ("F32",))
+        case "bias":
+            return Reading("bias", FLOAT_DTYPES)
+        case _:
+            return None
+
+
+# amax / (6 * 448) of any real weight is far below 1; 1 itself is what weight-only tools write.
+MODELOPT = Dialect(
+    "modelopt",
+    NVFP4_UE4M3,
+    read,
+    needs_dec=True,
+    global_range=(0.0, 1.0),
+    looks_like="a divisor, as compressed-tensors stores it",
+)

@@ -1,0 +1,30 @@
+"""NVFP4 with UE5M3 block scales, as this project's converter writes it.
+
+``weight`` as in ModelOpt; ``weight_scale`` U8 ``[N, K/16]``, UE5M3 codes (no dtype of any
+framework has them); ``weight_scale_2`` only where a residual factor remains. config.json must say
+``"scale_format": "ue5m3"``: byte 0x80 is 2.0 here and -0 in E4M3, so that U8 scales without the
+key are refused.
+"""
+
+from rubin_moe.formats.spec import NVFP4_UE5M3
+from rubin_moe.loader.dialect import FLOAT_DTYPES, Dialect, Ignored, Reading
+
+
+def read(leaf: str) -> Reading | Ignored | None:
+    """What the UE5M3 form means by a leaf name."""
+    match leaf:
+        case "weight":
+            return Reading("qdata", ("U8",))
+        case "weight_scale":
+            return Reading("sf", ("U8",))
+        case "weight_scale_2":
+            return Reading("dec", ("F32",))
+        case "input_scale":
+            return Reading("input_dec", ("F32",))
+        case "bias":
+            return Reading("bias", FLOAT_DTYPES)
+        case _:
+            return None
+
+
+RUBIN_UE5M3 = Dialect("rubin-ue5m3", NVFP4_UE5M3, read, needs_dec=False)
