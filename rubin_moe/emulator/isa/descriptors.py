@@ -7,7 +7,7 @@
 
 Sources: PTX ISA, "tcgen05 instruction descriptor", "matrix descriptor" and "canonical layouts" for
 sm_100a; what the CuTe DSL 4.8 emits and accepts for sm_103a and sm_107a. A field that the
-architecture does not define must be zero; anything else raises :class:`IllegalOperation` with the
+architecture does not define must be zero; anything else raises ``IllegalOperationError`` with the
 name of the rule.
 """
 

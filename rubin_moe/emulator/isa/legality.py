@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 
-class IllegalOperation(ValueError):
+class IllegalOperationError(ValueError):
     """An operation, descriptor or operand that is illegal or not modelled.
 
     ``rule`` is a short stable name (``"instruction descriptor: N"``) by which tests and reports
@@ -18,11 +18,11 @@ class IllegalOperation(ValueError):
 
 
 def refuse(rule: str, message: str) -> NoReturn:
-    """Raise :class:`IllegalOperation`."""
-    raise IllegalOperation(rule, message)
+    """Raise :class:`IllegalOperationError`."""
+    raise IllegalOperationError(rule, message)
 
 
 def require(condition: bool, rule: str, message: str) -> None:
-    """Raise :class:`IllegalOperation` unless ``condition`` holds."""
+    """Raise :class:`IllegalOperationError` unless ``condition`` holds."""
     if not condition:
-        raise IllegalOperation(rule, message)
+        raise IllegalOperationError(rule, message)

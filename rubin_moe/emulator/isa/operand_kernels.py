@@ -156,7 +156,7 @@ def fp4_decode_a(smem, base, offsets, vec, lut, a, corr):
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def fp4_decode_b(smem, base, offsets, lut, first, b):
-    """Packed E2M1 rows to uint32 ``b`` [K / 4, N], columns from ``first``, of doubled values + 12."""
+    """Packed E2M1 rows to uint32 ``b`` [K / 4, N] from column ``first``: doubled values + 12."""
     rows, chunks = offsets.shape
     for r in range(rows):
         for c in range(chunks):
@@ -290,7 +290,7 @@ def decode_elements(smem, base, offsets, mode, table, mn_major, scales, vec, out
             for i in range(count):
                 if mode == BITS8:
                     value = np.float64(table[smem[src + i]])
-                elif mode == PACKED4 or mode == PADDED4:
+                elif mode in (PACKED4, PADDED4):
                     code = (smem[src + (i >> 1)] >> np.uint8(4 * (i & 1))) & np.uint8(15)
                     value = np.float64(table[code])
                 elif mode == PADDED6:

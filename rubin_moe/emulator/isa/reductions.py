@@ -1,0 +1,65 @@
+"""Element-wise reductions of bulk and tensor copies (``cp.reduce.async.bulk``)."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from .legality import refuse
+
+_DTYPES = {
+    "u32": np.dtype("<u4"),
+    "s32": np.dtype("<i4"),
+    "b32": np.dtype("<u4"),
+    "u64": np.dtype("<u8"),
+    "s64": np.dtype("<i8"),
+    "b64": np.dtype("<u8"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f32": np.dtype("<f4"),
+    "f64": np.dtype("<f8"),
+}
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_LEGAL = {
+    "add": ("u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64"),
+    "min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+    "max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+    "inc": ("u32",),
+    "dec": ("u32",),
+    "and": ("b32", "b64", "u32", "s32", "u64", "s64"),
+    "or": ("b32", "b64", "u32", "s32", "u64", "s64"),
+    "xor": ("b32", "b64", "u32", "s32", "u64", "s64"),
+}
+
+
+def reduce_bytes(
+    old: NDArray[np.uint8], new: NDArray[np.uint8], operation: str, element: str
+) -> NDArray[np.uint8]:
+    """``operation(old, new)`` on bytes seen as ``element``; sums of halves round to nearest even.
+
+    float16 and bfloat16 keep subnormals (``.noftz``). min and max return the number where one
+    operand is NaN, as PTX ``min`` and ``max`` do.
+    """
+    if element not in _LEGAL.get(operation, ()):
+        refuse("bulk reduction: type", f"{operation} on {element} is not defined")
+    dtype = _DTYPES[element]
+    a = np.ascontiguousarray(old).view(dtype)
+    b = np.ascontiguousarray(new).view(dtype)
+    wide = np.float32 if element in ("f16", "bf16") else dtype
+    with np.errstate(all="ignore"):
+        if operation == "add":
+            out = (a.astype(wide) + b.astype(wide)).astype(dtype)
+        elif operation in ("min", "max"):
+            take = {"min": np.fmin, "max": np.fmax} if element in _FLOATS else _EXTREMES
+            out = take[operation](a.astype(wide), b.astype(wide)).astype(dtype)
+        elif operation == "inc":
+            out = np.where(a >= b, 0, a + 1).astype(dtype)
+        elif operation == "dec":
+            out = np.where((a == 0) | (a > b), b, a - 1).astype(dtype)
+        else:
+            out = {"and": a & b, "or": a | b, "xor": a ^ b}[operation]
+    return out.view(np.uint8)
+
+
+_EXTREMES = {"min": np.minimum, "max": np.maximum}
