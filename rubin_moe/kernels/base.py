@@ -102,6 +102,10 @@ class PreparedExperts(Protocol):
     def nbytes(self) -> int:
         """Bytes held."""
 
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All that is held, by name. A server makes them its parameters and may overwrite them in
+        place (a reload), so `ExpertsKernel.run` reads these very tensors."""
+
 
 class ExpertsKernel(Protocol):
     """The heavy half of a backend: one object per layer."""

@@ -6,6 +6,7 @@ Eager entry point; what torch.compile and CUDA graphs see is `rubin_moe.layers.o
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -82,6 +83,18 @@ class MoEExperts:
     def nbytes(self) -> int:
         """Bytes that the prepared weights hold."""
         return self._prepared.nbytes()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The prepared weights, by name; the storage that every call reads."""
+        return self._prepared.tensors()
+
+    def reload(self, weights: ExpertWeights) -> None:
+        """Other weights of the same problem, into the storage that is there: captured graphs keep
+        pointing at it, and the bytes are those of a fresh layer."""
+        _check_problem(weights, self.problem)
+        fresh = self._kernel.prepare(weights).tensors()
+        for name, tensor in self.tensors().items():
+            tensor.copy_(fresh[name])
 
     def __call__(
         self,

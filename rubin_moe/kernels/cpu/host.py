@@ -28,6 +28,10 @@ class CpuExperts:
     def nbytes(self) -> int:
         return self.weights.nbytes()
 
+    def tensors(self) -> dict[str, Tensor]:
+        projections = {"w13": self.weights.w13, "w2": self.weights.w2}
+        return {f"{p}_{n}": t for p, w in projections.items() for n, t in w.tensors().items()}
+
 
 def _scale_table(fmt: BlockFormat) -> Tensor:
     codes = torch.arange(256, dtype=torch.int32)
