@@ -32,7 +32,7 @@ class Row:
         return cast(Rules, importlib.import_module(f"rubin_moe.kernels.{self.package}.rules"))
 
 
-ROWS: tuple[Row, ...] = (Row("cpu", "cpu"),)
+ROWS: tuple[Row, ...] = (Row("cpu", "cpu"), Row("cpu-tcgen05", "cpu_tcgen05"))
 """In order of preference: the first that can, wins."""
 
 
