@@ -6,7 +6,7 @@ nothing else is held. `finish` answers for every slot: filled, deliberately igno
 that lists what is missing, what was left over, and the nearest names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,21 +107,19 @@ class ExpertAssembler:
             input_dec=None if self._input_scales == "ignore" else nan,
         )
 
-    def wants(self, slot: ExpertSlot) -> bool:
-        """Whether `add` would read the tensor's values (not: another rank's or an ignored one)."""
-        reading = self.spec.dialect.read(slot.leaf)
-        if not isinstance(reading, Reading):
-            return False
-        if reading.part == "input_dec" and self._input_scales == "ignore":
-            return False
-        return slot.expert is None or slot.expert in self._locals
-
-    def add(self, name: str | ExpertSlot, tensor: Tensor, *, sharded: bool = False) -> bool:
+    def add(
+        self,
+        name: str | ExpertSlot,
+        tensor: Tensor | Callable[[], Tensor],
+        *,
+        sharded: bool = False,
+    ) -> bool:
         """Places one tensor.
 
         Args:
             name: the checkpoint's tensor name, or its slot.
-            tensor: as the checkpoint has it, whole. It is read and not kept.
+            tensor: as the checkpoint has it, whole, or a function that gives it, called only if
+                this rank needs it. It is read and not kept.
             sharded: it is this rank's part already, local experts and the rank's own rows and
                 columns without padding (as vLLM's gpt-oss loader narrows).
 
@@ -149,6 +147,8 @@ class ExpertAssembler:
             return False
         if slot.expert is not None and not sharded and slot.expert not in self._locals:
             return False
+        if not isinstance(tensor, Tensor):
+            tensor = tensor()
         _check_dtype(label, tensor, reading)
         if reading.part in _SCALARS:
             self._add_scalars(label, slot, reading, tensor, sharded)

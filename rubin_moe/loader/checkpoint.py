@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rubin_moe.errors import CheckpointError
-from rubin_moe.loader.names import LayerKey, parse
+from rubin_moe.loader.names import parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,13 +168,13 @@ class Checkpoint:
             raise CheckpointError(f"{path}: does not exist")
         self.folder = path if path.is_dir() else path.parent
         self._open: dict[Path, Any] = {}
-        self._by_layer: dict[LayerKey, dict[str, TensorEntry]] | None = None
-        index = None
-        if path.is_dir():
-            index = _find_index(path)
-            names = _index_files(index) if index else _files_without_index(path)
+        self._experts: dict[str, list[TensorEntry]] | None = None
+        index = _find_index(path) if path.is_dir() else None
+        weight_map = {} if index is None else _weight_map(index)
+        if index is not None:
+            names = _index_files(index.name, weight_map)
         else:
-            names = [path.name]
+            names = _files_without_index(path) if path.is_dir() else [path.name]
         self.files = [self.folder / n for n in names]
         self.tensors: dict[str, TensorEntry] = {}
         for file in self.files:
@@ -185,18 +185,11 @@ class Checkpoint:
                     other = self.tensors[name].file.name
                     raise CheckpointError(f"tensor {name!r} is in both {other} and {file.name}")
                 self.tensors[name] = entry
-        if index is not None:
-            self._check_index(index)
-
-    def _check_index(self, index: Path) -> None:
-        for name, file in _weight_map(index).items():
-            entry = self.tensors.get(name)
-            if entry is None:
-                raise CheckpointError(f"{index.name}: tensor {name!r} is not in {file}")
-            if entry.file.name != PurePosixPath(file).name:
-                raise CheckpointError(
-                    f"{index.name}: tensor {name!r} is in {entry.file.name}, not in {file}"
-                )
+        for name, placed in weight_map.items():
+            found = self.tensors.get(name)
+            if found is None or found.file != self.folder / placed:
+                actual = "" if found is None else f" but in {found.file.name}"
+                raise CheckpointError(f"index: tensor {name!r} is not in {placed}{actual}")
 
     def json(self, name: str) -> dict[str, Any] | None:
         """One of the folder's JSON files, None if it is not there."""
@@ -222,27 +215,18 @@ class Checkpoint:
                 raise CheckpointError(f"{file.name}: {e}") from e
         return self._open[file]
 
-    def experts(self) -> dict[LayerKey, dict[str, TensorEntry]]:
-        """Tensors below ``experts`` modules, by layer.
-
-        Raises:
-            CheckpointError: two modules of one layer both hold experts.
-        """
-        if self._by_layer is None:
-            modules: dict[LayerKey, str] = {}
-            found: dict[LayerKey, dict[str, TensorEntry]] = {}
+    def experts(self) -> dict[str, list[TensorEntry]]:
+        """Tensors of every ``experts`` module, by its path, in file order."""
+        if self._experts is None:
+            found: dict[str, list[TensorEntry]] = {}
             for name, entry in self.tensors.items():
                 parsed = parse(name)
-                if parsed is None:
-                    continue
-                other = modules.setdefault(parsed.layer, parsed.module)
-                if other != parsed.module:
-                    raise CheckpointError(
-                        f"{parsed.layer} has experts under both {other} and {parsed.module}"
-                    )
-                found.setdefault(parsed.layer, {})[name] = entry
-            self._by_layer = dict(sorted(found.items()))
-        return self._by_layer
+                if parsed is not None:
+                    found.setdefault(parsed.module, []).append(entry)
+            for entries in found.values():
+                entries.sort(key=lambda e: (e.file, e.start))
+            self._experts = found
+        return self._experts
 
     def close(self) -> None:
         """Lets the mapped files go; views that were handed out stay valid."""
@@ -280,17 +264,17 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _index_files(index: Path) -> list[str]:
+def _index_files(index: str, weight_map: dict[str, str]) -> list[str]:
     """Files an index names, each checked to lie in its folder.
 
     Only the name is checked: caches link a file to a store elsewhere, and that link is the user's.
     """
-    files = sorted(set(_weight_map(index).values()))
+    files = sorted(set(weight_map.values()))
     for name in files:
         path = PurePosixPath(name)
         outside = path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name
         if outside or path.suffix != ".safetensors":
-            raise CheckpointError(f"{index.name}: refuses file {name!r}, not one of this folder's")
+            raise CheckpointError(f"{index}: refuses file {name!r}, not one of this folder's")
     return files
 
 
