@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -91,7 +91,8 @@ def dense_experts(self: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     scale = scale.scatter(1, ids, weights)
     act = act.permute(1, 0, 2) * scale[:, :, None].to(act.dtype)  # [T, E, I]
     down = self.down_proj.transpose(1, 2).flatten(0, 1)  # [E * I, H]
-    return (act.flatten(1) @ down).to(x.dtype)
+    out: Tensor = (act.flatten(1) @ down).to(x.dtype)
+    return out
 
 
 def build_model(recipe: Recipe, eos_token_id: int) -> Qwen3MoeForCausalLM:
@@ -131,8 +132,8 @@ def add_dropout(model: Qwen3MoeForCausalLM, p: float) -> list[Any]:
 
     def drop(module: Any, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (F.dropout(output[0], p, module.training), *output[1:])
-        return F.dropout(output, p, module.training)
+            return (functional.dropout(output[0], p, module.training), *output[1:])
+        return functional.dropout(output, p, module.training)
 
     places = [model.model.embed_tokens]
     for layer in model.model.layers:

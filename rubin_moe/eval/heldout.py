@@ -42,7 +42,9 @@ def windows(ids: Tensor, length: int, batch: int = 8) -> Iterator[Tensor]:
     count = ids.numel() // length
     if count == 0:
         raise ConfigError(f"{ids.numel()} tokens are less than one window of {length}")
-    yield from ids[: count * length].view(count, length).split(batch)
+    rows = ids[: count * length].view(count, length)
+    for start in range(0, count, batch):
+        yield rows[start : start + batch]
 
 
 @torch.inference_mode()
