@@ -30,6 +30,7 @@ from .footprint import Footprint, intervals
 from .legality import refuse, require
 from .reductions import reduce_bytes
 
+_NO_ROWS: tuple[int, ...] = ()
 Signals = tuple[tuple[int, int, int], ...]
 OFFSET = (1 << 24) - 1
 
@@ -281,7 +282,7 @@ def _coordinates(
             "tensor copy: rank",
             f"{len(signed)} coordinates for a tensor map of rank {t.rank}",
         )
-        place, rows = signed, ()
+        place, rows = signed, _NO_ROWS
     elif mode == four:
         require(
             t.rank == 2 and len(signed) == 5 and t.box[1] == 1,
@@ -320,7 +321,7 @@ def decode_bulk_copy(
     if target_space == "gmem":
         return BulkCopy(from_, (("gmem", target),), nbytes, (), reduction, element)
     assert mbarrier is not None
-    ranks = (target >> 24,)
+    ranks: tuple[int, ...] = (target >> 24,)
     if multicast is not None:
         ranks = tuple(r for r in range(16) if multicast >> r & 1)
     targets = tuple(("smem", r, target & OFFSET) for r in ranks)
@@ -364,11 +365,11 @@ class _Clip:
 def _clip(t: TensorMap, place: tuple[int, ...], rows: tuple[int, ...]) -> _Clip | None:
     if rows:
         relative = np.array(rows, np.int64) * t.strides[0]
-        inside = np.array([0 <= r < t.dims[1] for r in rows])
+        inside = np.array([0 <= r < t.dims[1] for r in rows], np.bool_)
     else:
         relative = t.row_offsets + sum(c * s for c, s in zip(place[1:], t.strides, strict=True))
         at = t.row_coordinates + np.array(place[1:], np.int64)
-        inside = ((at >= 0) & (at < np.array(t.dims[1:], np.int64))).all(axis=1)
+        inside = np.asarray(((at >= 0) & (at < np.array(t.dims[1:], np.int64))).all(axis=1))
     bits = t.format.bits
     first = max(0, -place[0]) * bits // 8
     last = min(t.box[0], t.dims[0] - place[0]) * bits // 8

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 
 @intrinsic
-def _copy16(typingctx: Any, to, from_):
+def _copy16(typingctx: Any, to: Any, from_: Any) -> Any:
     """Copy 16 bytes between addresses of any alignment."""
     sig = types.void(types.intp, types.intp)
 

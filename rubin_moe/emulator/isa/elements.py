@@ -24,6 +24,7 @@ A UE4M3 byte with bit 7 set has no meaning in the ISA; it decodes to NaN so that
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ def _signed(magnitude: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _frozen(values: NDArray[np.float64], dtype: type) -> NDArray[np.generic]:
-    table = values.astype(dtype)
+    table: NDArray[Any] = values.astype(dtype)
     table.flags.writeable = False
     return table
 
@@ -125,4 +126,4 @@ def decode_codes(codes: NDArray[np.generic], element: Element) -> NDArray[np.flo
         return (codes.astype(np.uint32) << 16).view(np.float32)
     if element is Element.TF32:
         return (codes.astype(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    return ELEMENT_VALUES[element][codes]
+    return np.asarray(ELEMENT_VALUES[element][codes])

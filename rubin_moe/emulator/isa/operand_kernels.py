@@ -43,7 +43,7 @@ def _fp4_pairs(offset: int) -> np.ndarray:
     doubled = np.concatenate([magnitude, -magnitude]) + offset
     byte = np.arange(256)
     low, high = doubled[byte & 15] & 255, doubled[byte >> 4] & 255
-    return (low | (high << 8)).astype(np.uint32)
+    return np.asarray(low | (high << 8), np.uint32)
 
 
 FP4_SIGNED = _fp4_pairs(0)
@@ -51,7 +51,9 @@ FP4_OFFSET = _fp4_pairs(12)
 
 
 @intrinsic
-def _fp4_step(typingctx: Any, a, a_stride, b, corr, corr_stride, sa, sb, blocks, quads, n, out):
+def _fp4_step(  # type: ignore[no-untyped-def]
+    typingctx: Any, a, a_stride, b, corr, corr_stride, sa, sb, blocks, quads, n, out
+):
     """ROWS x LANES outputs into ``out`` (float64): every argument an integer or an address.
 
     ``a`` int8 rows of ``a_stride`` bytes; ``b`` uint32 [blocks * quads, n] of four unsigned bytes;
@@ -267,12 +269,11 @@ def fp4_multiply(a, corr, b, vec, tmem, d, n, sfa, sfb, table, factor, accumulat
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def decode_elements(smem, base, offsets, mode, table, mn_major, scales, vec, out):
+def decode_elements(smem, base, offsets, mode, table, mn_major, out):
     """Decode a tile into float64 ``out`` [rows, K] (rows along M or N).
 
     ``mode`` says how a 16-byte chunk is read; ``table`` (float32) maps codes to values and is not
-    used for TF32. MN-major chunks run along the rows of ``out``. ``scales`` float64 [rows, K / vec]
-    multiplies each block where ``vec`` is not 0.
+    used for TF32. MN-major chunks run along the rows of ``out``.
     """
     lines, chunks = offsets.shape
     word = np.empty(1, np.uint32)
@@ -315,7 +316,25 @@ def decode_elements(smem, base, offsets, mode, table, mn_major, scales, vec, out
                         out[at, line] = value
                 else:
                     out[line, at] = value
-    if vec:
-        for r in range(out.shape[0]):
-            for k in range(out.shape[1]):
-                out[r, k] *= scales[r, k // vec]
+
+
+@njit(nogil=True, error_model="numpy", fastmath={"contract"}, cache=True)
+def multiply(a, b, out):
+    """``out = a @ b`` in float64, [M, K] by [K, N]: K a multiple of 8, summed in order of k.
+
+    A library product would start threads of its own, which costs milliseconds on a busy machine.
+    """
+    depth = a.shape[1]
+    n = b.shape[1]
+    for m in range(a.shape[0]):
+        row = out[m]
+        for k in range(0, depth, 8):
+            a0, a1, a2, a3 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
+            a4, a5, a6, a7 = a[m, k + 4], a[m, k + 5], a[m, k + 6], a[m, k + 7]
+            for j in range(n):
+                low = a0 * b[k, j] + a1 * b[k + 1, j] + a2 * b[k + 2, j] + a3 * b[k + 3, j]
+                high = a4 * b[k + 4, j] + a5 * b[k + 5, j] + a6 * b[k + 6, j] + a7 * b[k + 7, j]
+                if k == 0:
+                    row[j] = low + high
+                else:
+                    row[j] += low + high

@@ -59,7 +59,7 @@ def reduce_bytes(
             out = np.where((a == 0) | (a > b), b, a - 1).astype(dtype)
         else:
             out = {"and": a & b, "or": a | b, "xor": a ^ b}[operation]
-    return out.view(np.uint8)
+    return np.asarray(out).view(np.uint8)
 
 
 _EXTREMES = {"min": np.minimum, "max": np.maximum}

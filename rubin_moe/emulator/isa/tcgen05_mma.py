@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import operand_kernels as kernels
-from .descriptors import ChunkTable, InstructionDescriptor
-from .elements import ELEMENT_VALUES, SCALE_VALUES, Element, decode_codes
+from .elements import SCALE_VALUES
 from .legality import refuse, require
+from .operands import check_bounds, decode_rows, multiply
 from .tcgen05_mma_decode import Tcgen05Mma, d_blocks, decode_mma
 
 __all__ = ["Cluster", "Tcgen05Mma", "decode_mma", "perform"]
@@ -50,69 +50,6 @@ class Cluster(Protocol):
         """Tensor memory of a CTA, [128, 576]."""
 
 
-def _bounded(smem: NDArray[np.uint8], base: int, table: ChunkTable, side: str) -> None:
-    if base + table.top > smem.size or base + table.bottom < 0:
-        refuse(
-            "shared memory: out of bounds",
-            f"{side} takes bytes {base + table.bottom}..{base + table.top - 1} of {smem.size}",
-        )
-
-
-def _code_table(element: Element) -> NDArray[np.float32]:
-    table = _CODE_TABLES.get(element)
-    if table is None:
-        if element is Element.TF32:
-            table = np.zeros(1, np.float32)
-        else:
-            table = np.ascontiguousarray(decode_codes(np.arange(1 << 16), element))
-        _CODE_TABLES[element] = table
-    return table
-
-
-_CODE_TABLES: dict[Element, NDArray[np.float32]] = {
-    key: np.array(table) for key, table in ELEMENT_VALUES.items()
-}
-
-
-def _mode(desc: InstructionDescriptor, element: Element) -> int:
-    if element.bits == 32:
-        return kernels.TF32
-    if element.bits == 16:
-        return kernels.BITS16
-    if element.bits == 8:
-        return kernels.BITS8
-    if element.bits == 6:
-        return kernels.PADDED6
-    return kernels.PACKED4 if desc.packed(element) else kernels.PADDED4
-
-
-_NO_SCALES = np.ones((1, 1))
-
-
-def _decode(
-    desc: InstructionDescriptor,
-    memory: NDArray[np.uint8],
-    base: int,
-    offsets: NDArray[np.int32],
-    rows: int,
-    element: Element,
-    mn_major: bool,
-) -> NDArray[np.float64]:
-    out = np.empty((rows, desc.k))
-    kernels.decode_elements(
-        memory,
-        base,
-        offsets,
-        _mode(desc, element),
-        _code_table(element),
-        mn_major,
-        _NO_SCALES,
-        0,
-        out,
-    )
-    return out
-
-
 def _a_bytes_from_tmem(op: Tcgen05Mma, tmem: NDArray[np.uint32]) -> NDArray[np.uint8]:
     """A's rows as the packed bytes of tensor memory, [rows, K * bits / 8]."""
     column, columns = op.a_tmem & 0xFFFF, op.idesc.k * op.idesc.a.bits // 32
@@ -120,7 +57,9 @@ def _a_bytes_from_tmem(op: Tcgen05Mma, tmem: NDArray[np.uint32]) -> NDArray[np.u
     return np.ascontiguousarray(tmem[lanes, column : column + columns]).view(np.uint8)
 
 
-def _a_source(op: Tcgen05Mma, cluster: Cluster, rank: int):
+def _a_source(
+    op: Tcgen05Mma, cluster: Cluster, rank: int
+) -> tuple[NDArray[np.uint8], int, NDArray[np.int32]]:
     """``(memory, base, offsets)`` of A's rows in one CTA."""
     if op.a is None:
         rows = _a_bytes_from_tmem(op, cluster.tmem(rank))
@@ -128,11 +67,13 @@ def _a_source(op: Tcgen05Mma, cluster: Cluster, rank: int):
         return rows.reshape(-1), 0, offsets
     base, table = op.tile_a
     smem = cluster.smem(rank)
-    _bounded(smem, base, table, "A")
+    check_bounds(smem, base, table, "A")
     return smem, base, table.offsets
 
 
-def _collected(cluster: Cluster, op: Tcgen05Mma, side: str, usage: str, key: tuple, read: Any):
+def _collected(
+    cluster: Cluster, op: Tcgen05Mma, side: str, usage: str, key: tuple[Any, ...], read: Any
+) -> Any:
     """The operand, from the collector buffer or from ``read()``, and the buffer's new contents."""
     buffers, slot = cluster.collectors, (op.ranks[0], side)
     if usage in ("use", "lastuse"):
@@ -194,7 +135,7 @@ def _perform_fp4(op: Tcgen05Mma, cluster: Cluster) -> None:
             out[:, n:] = 0x0C0C0C0C
         for i, rank in enumerate(op.ranks):
             smem = cluster.smem(rank)
-            _bounded(smem, base, table, "B")
+            check_bounds(smem, base, table, "B")
             kernels.fp4_decode_b(smem, base, table.offsets, kernels.FP4_OFFSET, i * share, out)
         return out
 
@@ -244,49 +185,48 @@ def _perform_generic(op: Tcgen05Mma, cluster: Cluster) -> None:
         parts = []
         for rank in op.ranks:
             smem = cluster.smem(rank)
-            _bounded(smem, base, table, "B")
-            parts.append(_decode(desc, smem, base, table.offsets, share, desc.b, desc.b_mn_major))
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+            check_bounds(smem, base, table, "B")
+            packed = desc.packed(desc.b)
+            where = (smem, base, table.offsets, share, desc.k, desc.b, desc.b_mn_major)
+            parts.append(decode_rows(*where, packed, transposed=True))
+        return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
     def read_a() -> list[NDArray[np.float64]]:
         out = []
         for rank in op.ranks:
             memory, base, offsets = _a_source(op, cluster, rank)
-            out.append(_decode(desc, memory, base, offsets, op.rows, desc.a, desc.a_mn_major))
+            packed = desc.packed(desc.a)
+            where = (memory, base, offsets, op.rows, desc.k, desc.a, desc.a_mn_major)
+            out.append(decode_rows(*where, packed))
         return out
 
     b = _collected(cluster, op, "b", op.collector_b, (desc.b, desc.n, desc.k), read_b)
     a = _collected(cluster, op, "a", op.collector_a, (desc.a, desc.m, desc.k), read_a)
-    sign = -1.0 if desc.a_negate != desc.b_negate else 1.0
     for index, rank in enumerate(op.ranks):
         tmem = cluster.tmem(rank)
         left, right = a[index], b
         if desc.sf_vec:
-            left, right = left.copy(), right.copy()
-            _apply_scales(op, tmem, left, op.sfa, 0)
-            _apply_scales(op, tmem, right, op.sfb, 1000)
-        product = left @ right.T
-        if sign < 0:
+            blocks = (desc.num_scales, desc.sf_vec)
+            sa = _read_scales(op, tmem, op.sfa, op.rows, 0)
+            sb = _read_scales(op, tmem, op.sfb, desc.n, 1000)
+            left = (left.reshape(-1, *blocks) * sa[:, :, None]).reshape(left.shape)
+            right = (right.reshape(*blocks, -1) * sb.T[:, None, :]).reshape(right.shape)
+        product = multiply(left, right)
+        if desc.a_negate != desc.b_negate:
             product = -product
         mask = op.disabled_lanes[4 * index : 4 * index + 4]
         _store(op, tmem, product, mask)
 
 
-def _apply_scales(
-    op: Tcgen05Mma,
-    tmem: NDArray[np.uint32],
-    values: NDArray[np.float64],
-    address: int,
-    report: int,
-) -> None:
+def _read_scales(
+    op: Tcgen05Mma, tmem: NDArray[np.uint32], address: int, rows: int, report: int
+) -> NDArray[np.float64]:
     assert op.idesc.scale is not None
-    scales = np.empty((values.shape[0], op.idesc.num_scales))
+    scales = np.empty((rows, op.idesc.num_scales))
     table = _SCALE_TABLES[op.idesc.scale]
-    column, first = address & 0xFFFF, address >> 30
-    bad = kernels.read_scales(tmem, column, values.shape[0], first, table, 1.0, scales)
+    bad = kernels.read_scales(tmem, address & 0xFFFF, rows, address >> 30, table, 1.0, scales)
     _check_copies(bad + report if bad >= 0 else -1)
-    blocks = values.reshape(values.shape[0], scales.shape[1], op.idesc.sf_vec)
-    blocks *= scales[:, :, None]
+    return scales
 
 
 def _store(

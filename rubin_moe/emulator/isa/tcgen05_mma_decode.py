@@ -309,7 +309,9 @@ def d_blocks(op: Tcgen05Mma) -> list[tuple[int, int, int, int, int]]:
     return [(0, 64, column, n // 2, 0), (64, 64, column, n // 2, n // 2)]
 
 
-def _tile(desc: InstructionDescriptor, smem: SmemDescriptor, rows: int, element: Element, mn: bool):
+def _tile(
+    desc: InstructionDescriptor, smem: SmemDescriptor, rows: int, element: Element, mn: bool
+) -> tuple[int, ChunkTable]:
     if mn:
         return smem.chunks(desc.k, rows * element.bits // 128, True)
     return smem.chunks(rows, desc.row_bytes(element) // 16)
