@@ -1,0 +1,45 @@
+"""Kernels of others, compiled by NVIDIA's compiler, against float64: a few in CI, all on demand.
+
+`pytest -m peers tests/emulator/peers` runs the others; `scripts/emulator_peers.py` runs and records
+every case.
+"""
+
+import pytest
+
+from rubin_moe.emulator.dsl import emulated_device
+from tests.emulator.peers.case import PeerCase
+from tests.emulator.peers.suite import CASES
+
+#: One of each kind: NVFP4 with UE5M3 over a CTA pair, mixed FP8 x FP4, K = 96, gather + SwiGLU,
+#: finalize, wgmma.
+IN_CI = (
+    "sm_107a-dense_nvfp4_ue5m3_2cta_256x128",
+    "sm_107a-dense_mxfp8_x_mxfp4_128x128",
+    "sm_103a-dense_nvfp4_128x128",
+    "sm_100a-dense_nvfp4_128x128",
+    "sm_107a-fc1_gather_swiglu_cpasync",
+    "sm_107a-fc2_finalize",
+    "sm_90a-fc2_finalize_128x128",
+)
+
+
+def _run(case: PeerCase) -> None:
+    with emulated_device(case.target) as gpu:
+        comparison = case.prepare().run(gpu)
+    assert comparison.passed, comparison
+
+
+def _case(key: str) -> PeerCase:
+    (case,) = [case for case in CASES if case.key == key]
+    return case
+
+
+@pytest.mark.parametrize("key", IN_CI)
+def test_peer_matches_float64(key: str) -> None:
+    _run(_case(key))
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("key", [case.key for case in CASES if case.key not in IN_CI])
+def test_every_other_peer_matches_float64(key: str) -> None:
+    _run(_case(key))
