@@ -1,89 +1,136 @@
-"""The CPU backend: routed experts are decoded one at a time, nobody else's are touched.
+"""The CPU backend's entry: weights into tiles, workspaces, and the order of the stages.
 
-FP32 accumulation; what goes from FC1 to FC2 is rounded to the dtype of the hidden states.
+Hidden states stay as they are (fp32 ones are never rounded), products are summed in fp32, and
+what goes from FC1 to FC2 is rounded to the hidden states' dtype. Each output element is computed
+by one thread in an order that depends on its own row alone: runs are bit-equal for any number of
+threads, and a row alone equals that row in any batch.
+
+Tokens are taken in chunks so that the workspace stays below `WORKSPACE_BYTES` (or one token's):
+per (token, expert) pair ``hidden`` fp32 for FC2's result and ``hidden + intermediate``
+activations.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rubin_moe.errors import FormatError
 from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import BlockFormat
-from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
+from rubin_moe.kernels.cpu import decode, isa, threads
+from rubin_moe.kernels.cpu.arguments import Arguments
+from rubin_moe.kernels.cpu.gemm import gemm_module
+from rubin_moe.kernels.cpu.isa import Isa
+from rubin_moe.kernels.cpu.jit import Library
+from rubin_moe.kernels.cpu.memory import Workspace, weight_memory
+from rubin_moe.kernels.cpu.stages import Variant, stages_module
+from rubin_moe.layouts.fp4_cpu import CODES, SCALES
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+WORKSPACE_BYTES = 256 << 20
+TILES_PER_ITEM = 4
+"""Tiles of 16 rows that a thread takes at a time."""
+
+SERIAL_REDUCE = 1 << 16
+"""Below this many elements the last stage is not worth waking threads for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """One projection in tiles.
+
+    Attributes:
+        codes: uint8 ``[E, N / 16, K / 8, 16, 4]``; scales: uint8 ``[E, N / 16, K / block, 16, 1]``.
+        dec: float32 ``[E, halves]``, times what the scale decoder leaves out.
+        bias: float32 ``[E, N]`` or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dec: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class CpuExperts:
-    """The stored bytes as they are."""
+    """``PreparedExperts`` of this backend; the tensors are all the weights it needs."""
 
-    weights: ExpertWeights
+    w13: Projection
+    w2: Projection
 
     def nbytes(self) -> int:
-        return self.weights.nbytes()
-
-    def tensors(self) -> dict[str, Tensor]:
-        projections = {"w13": self.weights.w13, "w2": self.weights.w2}
-        return {f"{p}_{n}": t for p, w in projections.items() for n, t in w.tensors().items()}
+        tensors = [t for w in (self.w13, self.w2) for t in vars(w).values() if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _scale_table(fmt: BlockFormat) -> Tensor:
-    codes = torch.arange(256, dtype=torch.int32)
-    if fmt.scale == "ue8m0":
-        table = torch.ldexp(torch.ones(256, dtype=torch.float64), codes - 127)
-    else:
-        exponent_bias = 7 if fmt.scale == "ue4m3" else 15
-        e, m = codes >> 3, (codes & 7).double()
-        normal = torch.ldexp(1 + m / 8, e - exponent_bias)
-        table = torch.where(e > 0, normal, torch.ldexp(m / 8, torch.tensor(1 - exponent_bias)))
-        if fmt.scale == "ue4m3":
-            table[127:] = float("nan")
-    table[255] = float("nan")
-    return table.float()
+@dataclass(frozen=True, eq=False)
+class Code:
+    """Linked functions of a variant; the table holds the address for each number of tokens."""
+
+    libraries: tuple[Library, Library]
+    stages: dict[str, int]
+    gemm_table: np.ndarray
 
 
-def _dense(w: ProjectionWeights, e: int, codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    """float32 ``[N, K]`` of one expert, dec included."""
-    q = w.qdata[e].int()
-    values = torch.stack([codes[q & 15], codes[q >> 4]], dim=-1)
-    n = q.shape[0]
-    blocks = values.view(n, -1, block) * scales[w.sf[e].int()][..., None]
-    halves = w.dec.shape[1]
-    return (blocks.view(halves, n // halves, -1) * w.dec[e].view(halves, 1, 1)).view(n, -1)
+@cache
+def _gemm_library(target: Isa, fmt: BlockFormat, bf16_dot: bool) -> Library:
+    return Library(gemm_module(target, fmt, bf16_dot), target)
 
 
-def _activate(act: Activation, h: Tensor) -> Tensor:
-    if not act.gated:
-        return torch.relu(h) ** 2
-    gate, up = h.chunk(2, dim=-1)
-    if act.limit is not None:
-        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
-    if act.kind == "swigluoai":
-        return (up + act.beta) * gate * torch.sigmoid(act.alpha * gate)
-    if act.kind == "gelu_tanh":
-        return up * torch.nn.functional.gelu(gate, approximate="tanh")
-    return up * torch.nn.functional.silu(gate)
+@cache
+def code_for(variant: Variant) -> Code:
+    """Generates, compiles or finds, and links; once a process."""
+    target = variant.isa
+    gemm = _gemm_library(target, variant.fmt, variant.bf16_dot)
+    stages = Library(stages_module(variant), target)
+    names = ("group", "pack", "fc1", "fc2", "reduce")
+    table = [gemm.address(f"gemm{t}") for t in range(1, target.max_tokens + 1)]
+    return Code(
+        (gemm, stages), {n: stages.address(n) for n in names}, np.array(table, dtype=np.int64)
+    )
 
 
 class CpuKernel:
-    """``ExpertsKernel`` for one layer."""
+    """``ExpertsKernel`` for one layer; ``target`` is the instruction set, by default the best."""
 
-    def __init__(self, problem: MoEProblem) -> None:
+    def __init__(self, problem: MoEProblem, target: Isa | None = None) -> None:
         self.problem = problem
-        self._codes = torch.tensor(_E2M1 + tuple(-v for v in _E2M1))
-        self._scales = _scale_table(problem.weight_format)
+        self.isa = target or isa.detect()
+        # a CPU that cannot convert fp16 computes in fp32, which is what fp16 is summed in anyway
+        widen = problem.dtype == "float16" and not self.isa.half
+        self._dtype = torch.float32 if widen else getattr(torch, problem.dtype)
+        self.variant = Variant(
+            self.isa,
+            problem.weight_format,
+            "float32" if widen else problem.dtype,
+            problem.activation.kind,
+            self.isa.bf16_dot and problem.dtype == "bfloat16",
+        )
+        self._code = code_for(self.variant)
+        self._zeros = torch.zeros(max(problem.hidden, 2 * problem.intermediate))
+        self._local = threading.local()
 
     def prepare(self, weights: ExpertWeights) -> CpuExperts:
         p = self.problem
         if weights.fmt != p.weight_format:
             raise FormatError(f"{weights.name}: {weights.fmt} weights for {p.weight_format}")
-        return CpuExperts(weights)
+        found = (weights.num_experts, weights.hidden, weights.intermediate, weights.gated)
+        wanted = (p.num_experts, p.hidden, p.intermediate, p.activation.gated)
+        if found != wanted:
+            raise FormatError(
+                f"{weights.name}: (experts, hidden, intermediate, gated) are {found}, "
+                f"the kernel was built for {wanted}"
+            )
+        factor = decode.scale_factor(self.isa, weights.fmt.scale)
+        return CpuExperts(
+            _tiles(weights, "w13", weights.w13, factor), _tiles(weights, "w2", weights.w2, factor)
+        )
 
     def run(
         self,
@@ -94,30 +141,140 @@ class CpuKernel:
         expert_map: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        w, p = prepared.weights, self.problem
-        ids = topk_ids.long()
-        if expert_map is not None:
-            ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], ids)
-        total = torch.zeros(x.shape, dtype=torch.float32)
-        for e in ids.unique().tolist():
-            if e < 0:
-                continue
-            token, slot = (ids == e).nonzero(as_tuple=True)
-            weight = topk_weights[token, slot, None].float()
-            a = x[token].float()
-            if p.router_weight_on_input:
-                a = (a * weight).to(x.dtype).float()
-            block = w.fmt.sf_vec_size
-            h = a @ _dense(w.w13, e, self._codes, self._scales, block).T
-            h = h if w.w13.bias is None else h + w.w13.bias[e]
-            act = _activate(p.activation, h).to(x.dtype).float()
-            y = act @ _dense(w.w2, e, self._codes, self._scales, block).T
-            y = y if w.w2.bias is None else y + w.w2.bias[e]
-            total.index_add_(0, token, y if p.router_weight_on_input else y * weight)
+        """See `ExpertsKernel.run`. Raises ValueError for an id that is no expert and not -1."""
+        self._check(x, topk_ids, topk_weights, expert_map)
+        if out is not None and out.dtype == self._dtype and out.is_contiguous():
+            result = out
+        else:
+            result = x.new_empty(x.shape, dtype=self._dtype)
+        step = self._chunk()
+        for first in range(0, x.shape[0], step):
+            rows = slice(first, first + step)
+            self._run_chunk(
+                prepared,
+                x[rows].to(self._dtype).contiguous(),
+                topk_ids[rows].contiguous(),
+                topk_weights[rows].to(torch.float32).contiguous(),
+                expert_map,
+                result[rows],
+            )
         if out is None:
-            return total.to(x.dtype)
-        out.copy_(total)
-        return out
+            return result.to(x.dtype)
+        return out if result is out else out.copy_(result)
+
+    def _check(self, x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None) -> None:
+        p = self.problem
+        if x.dtype != getattr(torch, p.dtype) or x.dim() != 2 or x.shape[1] != p.hidden:
+            raise ValueError(
+                f"hidden states are {x.dtype} {list(x.shape)}, "
+                f"the kernel was built for {p.dtype} [M, {p.hidden}]"
+            )
+        shape = (x.shape[0], p.top_k)
+        if ids.dtype not in (torch.int32, torch.int64) or ids.shape != shape:
+            raise ValueError(f"topk_ids: {ids.dtype} {list(ids.shape)}, expected int {list(shape)}")
+        if weights.shape != shape:
+            raise ValueError(f"topk_weights: {list(weights.shape)}, expected {list(shape)}")
+        if expert_map is not None and (
+            expert_map.dtype != torch.int32 or expert_map.shape != (p.global_num_experts,)
+        ):
+            raise ValueError(
+                f"expert_map: {expert_map.dtype} {list(expert_map.shape)}, "
+                f"expected int32 [{p.global_num_experts}]"
+            )
+
+    def _chunk(self) -> int:
+        p = self.problem
+        pair = 4 * p.hidden + self.variant.element * (p.hidden + p.intermediate)
+        return max(1, WORKSPACE_BYTES // (pair * p.top_k))
+
+    def _workspace(self, pairs: int) -> Workspace:
+        p = self.problem
+        return Workspace.of_thread(
+            {
+                "cursor": 8 * p.num_experts,
+                "order": 8 * pairs,
+                "position": 8 * pairs,
+                "active": 8 * (p.num_experts + 1),
+                "first_group": 8 * (p.num_experts + 1),
+                "group_start": 8 * (pairs + 1),
+                "panel13": self.variant.element * pairs * p.hidden,
+                "panel2": self.variant.element * pairs * p.intermediate,
+                "y": 4 * pairs * p.hidden,
+            }
+        )
+
+    def _run_chunk(
+        self,
+        prepared: CpuExperts,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        expert_map: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        p, m = self.problem, x.shape[0]
+        args, zeros = Arguments(), self._zeros.data_ptr()
+        args.set(
+            x=x.data_ptr(), ids=ids.data_ptr(), weights=weights.data_ptr(), out=out.data_ptr(),
+            expert_map=0 if expert_map is None else expert_map.data_ptr(), zeros=zeros,
+            num_tokens=m, top_k=p.top_k, hidden=p.hidden, intermediate=p.intermediate,
+            num_experts=p.num_experts, num_global=p.global_num_experts,
+            ids_wide=int(ids.dtype == torch.int64), weight_on_input=int(p.router_weight_on_input),
+            tiles_per_item=TILES_PER_ITEM, gemm=self._code.gemm_table.ctypes.data,
+        )  # fmt: skip
+        for suffix, w in (("13", prepared.w13), ("2", prepared.w2)):
+            args.set(
+                **{
+                    f"codes{suffix}": w.codes.data_ptr(),
+                    f"scales{suffix}": w.scales.data_ptr(),
+                    f"dec{suffix}": w.dec.data_ptr(),
+                    f"bias{suffix}": zeros if w.bias is None else w.bias.data_ptr(),
+                    f"bias{suffix}_stride": 0 if w.bias is None else w.bias.shape[1],
+                }
+            )
+        act = p.activation
+        limit = float("inf") if act.limit is None else act.limit
+        args.set_float(limit=limit, alpha=act.alpha, beta=act.beta)
+        workspace = self._workspace(m * p.top_k)
+        args.set(**workspace.addresses)
+        self._run_stages(args, m)
+
+    def _run_stages(self, args: Arguments, m: int) -> None:
+        stages, count = self._code.stages, threads.num_threads()
+        threads.call(stages["group"], args.address)
+        if args.get("bad_count"):
+            raise ValueError(
+                f"topk_ids: {args.get('bad_count')} ids are no expert, such as "
+                f"{args.get('bad_id')}; ids are -1 or below {self.problem.global_num_experts}, "
+                f"and this rank has {self.problem.num_experts} experts"
+            )
+        serial = {"pack": m == 1, "reduce": m * self.problem.hidden < SERIAL_REDUCE}
+        for stage in ("pack", "fc1", "fc2", "reduce"):
+            if count == 1 or serial.get(stage, False):
+                threads.call(stages[stage], args.address)
+            else:
+                threads.launcher()(stages[stage], args.address, count)
+
+
+def _tiles(weights: ExpertWeights, name: str, w: ProjectionWeights, factor: float) -> Projection:
+    """One projection in tiles, expert by expert."""
+    bad = _BAD_SCALE[weights.fmt.scale]
+    codes = weight_memory(CODES.storage_shape(tuple(w.qdata.shape)))
+    scales = weight_memory(SCALES.storage_shape(tuple(w.sf.shape)))
+    for e in range(weights.num_experts):
+        if bool((w.sf[e] >= bad).any()):
+            raise FormatError(
+                f"{weights.name}.{name}: expert {weights.expert_ids[e]} has a block scale that is "
+                f"no {weights.fmt.scale} number (code {int(w.sf[e].max()):#04x})"
+            )
+        CODES.pack_into(w.qdata[e], codes[e])
+        SCALES.pack_into(w.sf[e], scales[e])
+    bias = None if w.bias is None else w.bias.clone()
+    return Projection(codes, scales, w.dec * factor, bias)
+
+
+_BAD_SCALE = {"ue4m3": 0x7F, "ue5m3": 0xFF, "ue8m0": 0xFF}
+"""The NaN code and, for UE4M3, all with a sign bit."""
 
 
 def build(problem: MoEProblem) -> CpuKernel:

@@ -1,0 +1,79 @@
+"""What the generated code may use of this CPU, as data.
+
+Every value is computed on vectors of 16 lanes, which LLVM splits to what the CPU has; an `Isa`
+only says which of the look-up and dot product instructions exist.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+from llvmlite import binding
+
+from rubin_moe.errors import ConfigError
+
+LANES = 16
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One instruction set.
+
+    Attributes:
+        name: for messages and cache keys.
+        cpu, features: what LLVM's code generator is told.
+        lookup: how an E2M1 code becomes a float: ``avx512`` and ``avx2`` look it up in a register,
+            ``shift`` in the nibbles of an integer constant (any CPU).
+        half: whether fp16 is converted by instructions.
+        bf16_dot: whether pairs of bf16 are multiplied and summed in fp32 by one instruction.
+        max_tokens: rows of activations that share one decoding of a weight.
+    """
+
+    name: str
+    cpu: str
+    features: str
+    lookup: str
+    half: bool
+    bf16_dot: bool
+    max_tokens: int
+
+
+_AVX512_DOT = {"avx512f", "avx512bw", "avx512vl", "avx512bf16"}
+
+
+def _isa(name: str, cpu: str, features: str) -> Isa:
+    if name == "avx512-bf16":
+        return Isa(name, cpu, features, "avx512", half=True, bf16_dot=True, max_tokens=8)
+    if name == "avx512":
+        return Isa(name, cpu, features, "avx512", half=True, bf16_dot=False, max_tokens=8)
+    if name == "avx2":
+        # without AVX-512 in the code either: what an AVX2 machine runs
+        return Isa(name, "haswell", "", "avx2", half=True, bf16_dot=False, max_tokens=3)
+    return Isa(name, cpu, features, "shift", half=_is_arm(), bf16_dot=False, max_tokens=3)
+
+
+def _is_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def available() -> tuple[str, ...]:
+    """Names of what this CPU has, best first; ``generic`` is always the last."""
+    have = {name for name, on in binding.get_host_cpu_features().items() if on}
+    names = []
+    if have >= _AVX512_DOT:
+        names.append("avx512-bf16")
+    if "avx512f" in have:
+        names.append("avx512")
+    if have >= {"avx2", "fma", "f16c"}:
+        names.append("avx2")
+    return (*names, "generic")
+
+
+def detect(name: str | None = None) -> Isa:
+    """The best instruction set, or the one named. Raises ConfigError if this CPU lacks it."""
+    names = available()
+    chosen = name or names[0]
+    if chosen not in names:
+        raise ConfigError(f"this CPU has no {chosen}; it has {', '.join(names)}")
+    return _isa(chosen, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())

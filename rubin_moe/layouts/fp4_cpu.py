@@ -1,0 +1,74 @@
+"""Weight orders of the CPU backend: tiles of 16 rows, so that a vector holds 16 rows' next codes.
+
+A kernel then multiplies a vector with one activation and needs no sum across lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rubin_moe.errors import LayoutError
+
+TILE_ROWS = 16
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """``[..., N, B]`` bytes as ``[..., ceil(N / rows), ceil(B / unit), rows, unit]``.
+
+    ``unit`` consecutive bytes of a row stay together and lie beside those of the tile's other
+    rows: 4 for codes (8 of a row make a 32-bit lane), 1 for block scales. Missing rows and bytes
+    are zero.
+    """
+
+    unit: int
+    rows: int = TILE_ROWS
+
+    @property
+    def key(self) -> str:
+        return f"row_tiles:{self.rows}x{self.unit}"
+
+    def storage_shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
+        if len(logical) < 2:
+            raise LayoutError(f"{self.key}: rows of bytes expected, got shape {list(logical)}")
+        *lead, n, b = logical
+        return (*lead, -(-n // self.rows), -(-b // self.unit), self.rows, self.unit)
+
+    def pack(self, logical: Tensor) -> Tensor:
+        stored = logical.new_empty(self.storage_shape(tuple(logical.shape)))
+        self.pack_into(logical, stored)
+        return stored
+
+    def pack_into(self, logical: Tensor, stored: Tensor) -> None:
+        """``pack`` into memory that is there: one expert's slice of a layer."""
+        *lead, n, b = logical.shape
+        tiles, units = stored.shape[-4], stored.shape[-3]
+        if (n, b) != (tiles * self.rows, units * self.unit):
+            padded = logical.new_zeros((*lead, tiles * self.rows, units * self.unit))
+            padded[..., :n, :b] = logical
+            logical = padded
+        wide = _WIDE[self.unit]
+        source = logical.contiguous().view(*lead, tiles, self.rows, units * self.unit)
+        target = stored.view(*lead, tiles, units, self.rows * self.unit)
+        target.view(wide).copy_(source.view(wide).transpose(-1, -2))
+
+    def unpack(self, stored: Tensor, logical: tuple[int, ...]) -> Tensor:
+        if tuple(stored.shape) != self.storage_shape(logical):
+            raise LayoutError(
+                f"{self.key}: {list(stored.shape)} does not hold {list(logical)}, "
+                f"which takes {list(self.storage_shape(logical))}"
+            )
+        *lead, n, b = logical
+        tiles, units = stored.shape[-4], stored.shape[-3]
+        rows = stored.transpose(-3, -2).reshape(*lead, tiles * self.rows, units * self.unit)
+        return rows[..., :n, :b].contiguous()
+
+
+_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+CODES = RowTiles(WORD_BYTES)
+SCALES = RowTiles(1)
