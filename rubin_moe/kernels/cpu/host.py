@@ -64,9 +64,13 @@ class CpuExperts:
     w13: Projection
     w2: Projection
 
+    def tensors(self) -> dict[str, Tensor]:
+        projections = {"w13": self.w13, "w2": self.w2}
+        parts = {f"{p}_{n}": t for p, w in projections.items() for n, t in vars(w).items()}
+        return {name: t for name, t in parts.items() if t is not None}
+
     def nbytes(self) -> int:
-        tensors = [t for w in (self.w13, self.w2) for t in vars(w).values() if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
 
 @dataclass(frozen=True, eq=False)
