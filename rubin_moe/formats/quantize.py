@@ -160,19 +160,17 @@ def _decode_elements(q: Tensor, fmt: BlockFormat) -> Tensor:
 def _block_scales(amax: Tensor, fmt: BlockFormat, dec: Tensor | None, mx_rule: MxRule) -> Tensor:
     """float64 ``[rows, blocks]`` -> uint8 codes."""
     codec = CODECS[fmt.scale]
-    amax = amax if dec is None else amax / dec
+    top = e2m1.MAX if fmt.element == "e2m1" else e4m3.MAX
+    ratio = amax / top if dec is None else amax / top / dec
     if fmt.scale == "ue4m3":
-        return codec.encode(amax / e2m1.MAX, "rn")
-    if fmt.scale == "ue5m3":
-        return codec.encode(amax / e2m1.MAX, "rp")
-    if fmt.element == "e4m3":
-        return codec.encode(amax / e4m3.MAX, "rp")
-    if mx_rule == "ceil":
-        return codec.encode(amax / e2m1.MAX, "rp")
+        return codec.encode(ratio, "rn")
+    if fmt.scale == "ue5m3" or fmt.element == "e4m3" or mx_rule == "ceil":
+        return codec.encode(ratio, "rp")
     if mx_rule == "floor":
         return codec.encode(amax / 4, "rz")
     below = codec.encode(amax / 7, "rz")
-    return torch.where((amax > 0) & (below < codec.max_code), below + 1, below)
+    step_up = (amax / 7 >= codec.table[0]) & (below < codec.max_code)
+    return torch.where(step_up, below + 1, below)
 
 
 def _scale_values(
