@@ -1,0 +1,1 @@
+"""The vLLM plugin: ``--quantization rubin_moe``. Only `plugin` is imported by vLLM itself."""
