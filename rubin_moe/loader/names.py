@@ -38,7 +38,8 @@ _MODULE = re.compile(
 )
 _INDEX_FIRST = re.compile(rf"^(?P<expert>\d+)\.(?P<proj>{_PROJ})(?:\.(?P<leaf>.+))?$")
 _INDEX_LAST = re.compile(rf"^(?P<proj>{_PROJ})\.(?P<expert>\d+)(?:\.(?P<leaf>.+))?$")
-_STACKED = re.compile(rf"^(?P<proj>{_PROJ})(?:[._](?P<leaf>.+))?$")
+_STACKED = re.compile(rf"^(?P<proj>{_PROJ})(?:\.(?P<leaf>.+))?$")
+_JOINED = re.compile(r"^(?P<proj>gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)_(?P<leaf>.+)$")
 
 
 @dataclass(frozen=True, order=True)
@@ -101,7 +102,7 @@ def parse(name: str) -> ExpertName | None:
 
 def parse_slot(rest: str) -> ExpertSlot | None:
     """Reads what follows the ``experts.`` module; None if it names no known projection."""
-    for pattern in (_INDEX_FIRST, _INDEX_LAST, _STACKED):
+    for pattern in (_INDEX_FIRST, _INDEX_LAST, _STACKED, _JOINED):
         found = pattern.match(rest)
         if found is not None:
             index = found.groupdict().get("expert")
