@@ -230,6 +230,8 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: Any, folder: Path) -> None:
     config["num_experts"] = config.pop("num_local_experts", None) or config["num_experts"]
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    ends = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

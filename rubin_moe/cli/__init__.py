@@ -15,6 +15,7 @@ import rubin_moe
 COMMANDS: dict[str, str] = {
     "check-port": "check_port",
     "doctor": "doctor",
+    "eval": "eval",
     "select": "select",
 }
 """Command name -> module of this package."""

@@ -20,7 +20,8 @@ def encode_chapters(tokenizer: Any, text: str) -> Tensor:
     stream: list[int] = []
     for chapter in text.split("\n\n"):
         stream.append(tokenizer.eos_token_id)
-        stream.extend(tokenizer.encode(chapter.strip("\n") + "\n"))
+        # a chapter may be longer than the context: it is cut into windows later
+        stream.extend(tokenizer.encode(chapter.strip("\n") + "\n", verbose=False))
     return torch.tensor(stream, dtype=torch.int64)
 
 
