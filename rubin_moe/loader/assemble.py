@@ -250,12 +250,10 @@ class ExpertAssembler:
             return known if slot.expert is None else Stacking(False, known.interleaved)
         if shape not in (plain, turned):
             raise CheckpointError(self._wrong_shape(label, slot, part, shape, (plain, turned)))
-        square = plain == turned and part != "bias"
-        if fused or square:
-            what = "orientation" if square else "row order"
+        if fused or (plain == turned and part != "bias"):
             raise CheckpointError(
-                f"{label}: {list(shape)} does not tell the {what} of a stacked tensor, and this "
-                f"model's is not known; give `stacking` (transposed, interleaved)"
+                f"{label}: {list(shape)} does not tell how a stacked tensor lies (orientation, row "
+                f"order), and this model's is not known; give `stacking`"
             )
         return Stacking(transposed=shape != plain, interleaved=False)
 
