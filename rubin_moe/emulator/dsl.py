@@ -36,6 +36,7 @@ from rubin_moe.emulator.dsl_runtime.standin import LaunchConfig, StandinRuntime,
 from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.launch import Device, Report, load_ptx
 from rubin_moe.emulator.ptx import Entry
+from rubin_moe.emulator.saved import SavedBuffer, SavedLaunch
 
 # cudaLaunchAttributeID: those that change what a launch does, and hints that do not.
 _COOPERATIVE, _CLUSTER, _PROGRAMMATIC = 2, 4, 6
@@ -78,23 +79,49 @@ class EmulatedDevice:
     device: Device
     multiprocessors: int
     execute: bool = True
+    save_to: Path | None = None
     launches: list[DslLaunch] = field(default_factory=list)
+    _ranges: dict[int, int] = field(default_factory=dict)  # address -> bytes of what is registered
 
     def register(self, *buffers: Any) -> None:
         """Makes torch tensors or NumPy arrays device memory at their own addresses."""
         for buffer in buffers:
             self.device.register(buffer)
+            torch_like = hasattr(buffer, "data_ptr")
+            address = buffer.data_ptr() if torch_like else buffer.ctypes.data
+            self._ranges[address] = buffer.nbytes
+
+    def saved(self, launch: DslLaunch, ptx: str) -> SavedLaunch:
+        """`launch` with the registered memory as it is now."""
+        buffers = (SavedBuffer(at, ctypes.string_at(at, size)) for at, size in self._ranges.items())
+        return SavedLaunch(
+            self.device.arch,
+            ptx,
+            launch.kernel,
+            launch.grid,
+            launch.block,
+            launch.cluster,
+            launch.dynamic_smem_bytes,
+            launch.params,
+            tuple(buffers),
+        )
 
 
 @contextlib.contextmanager
 def emulated_device(
-    arch: str, *, multiprocessors: int = 4, execute: bool = True, **device_options: Any
+    arch: str,
+    *,
+    multiprocessors: int = 4,
+    execute: bool = True,
+    save_to: Path | None = None,
+    **device_options: Any,
 ) -> Iterator[EmulatedDevice]:
     """Inside the block, CuTe DSL compiles for `arch` and launches on the emulator.
 
     arch: "sm_90a", "sm_100a", "sm_103a" or "sm_107a". multiprocessors: what the host code is told
-    (`HardwareInfo`); persistent kernels size their grid by it, so few is fast. device_options go
-    to `Device`. Yields an EmulatedDevice.
+    (`HardwareInfo`); persistent kernels size their grid by it, so few is fast. save_to: a folder
+    for one file a launch (`saved.SavedLaunch`), written before it runs. device_options go to
+    `Device`. Yields an EmulatedDevice.
 
     Raises EmulatorError for a missing or untried CuTe DSL, a nested or concurrent context, and
     whatever the emulator raises from the host call that launched.
@@ -107,7 +134,7 @@ def emulated_device(
         )
     try:
         device = Device(arch, **device_options)
-        gpu = EmulatedDevice(device, multiprocessors, execute)
+        gpu = EmulatedDevice(device, multiprocessors, execute, save_to)
         host = _Host(gpu)
         with (
             tempfile.TemporaryDirectory(prefix="rubin_moe_dsl_") as dump_dir,
@@ -137,7 +164,7 @@ class _Images:
 
     def __init__(self) -> None:
         self._ptx_by_cubin: dict[bytes, str] = {}
-        self._modules: dict[int, Any] = {}
+        self._modules: dict[int, tuple[Any, str]] = {}
         self._numbers = itertools.count(1)
 
     def know(self, function: Any) -> None:
@@ -151,14 +178,17 @@ class _Images:
         for cubin, ptx in reversed(self._ptx_by_cubin.items()):
             if cubin in image:
                 number = next(self._numbers)
-                self._modules[number] = load_ptx(ptx)
+                self._modules[number] = load_ptx(ptx), ptx
                 return number
         raise EmulatorError(
             "device code whose PTX CuTe DSL did not keep: was an option overridden?"
         )
 
     def module(self, number: int) -> Any:
-        return self._modules[number]
+        return self._modules[number][0]
+
+    def ptx(self, number: int) -> str:
+        return self._modules[number][1]
 
 
 _images = _Images()
@@ -200,6 +230,9 @@ class _Host:
         )
         with self._turn:
             self._gpu.launches.append(launch)
+            if self._gpu.save_to is not None:
+                path = self._gpu.save_to / f"{len(self._gpu.launches):03}_{kernel[:80]}.launch"
+                self._gpu.saved(launch, _images.ptx(library)).save(path)
             if self._gpu.execute:
                 report = self._gpu.device.launch(
                     module,

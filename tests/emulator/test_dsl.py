@@ -1,7 +1,11 @@
 """`emulated_device`: host functions of CuTe DSL, unchanged, on CPU tensors."""
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -17,6 +21,7 @@ from cutlass.utils import HardwareInfo
 
 from rubin_moe.emulator.dsl import EmulatedDevice, emulated_device
 from rubin_moe.emulator.errors import EmulatorError
+from rubin_moe.emulator.saved import SavedLaunch
 
 _BLOCK = 64
 
@@ -175,15 +180,18 @@ def test_nested_and_concurrent_contexts_are_refused(gpu: EmulatedDevice) -> None
 
 def test_cute_dsl_is_left_as_it_was() -> None:
     def state() -> list[object]:
-        settings = [dict(vars(dsl.envar)) for dsl in DSLSingletonMeta._instances.values()]
+        dsls = DSLSingletonMeta._instances.values()
+        settings = [{**vars(dsl.envar), "options": dsl.compile_options.to_str()} for dsl in dsls]
         classes = (CudaDialectJitCompiledFunction, JitExecutor, HardwareInfo)
-        return [*settings, *(dict(vars(owner)) for owner in classes)]
+        options = cute.compile._compile_options.to_str()
+        return [options, *settings, *(dict(vars(owner)) for owner in classes)]
 
     before = state()
     inside = []
 
     def leave_by_an_exception() -> None:
         with emulated_device("sm_107a"):
+            cute.compile(_scale_add_negate, *_arguments(_counting()))
             inside.append(state())
             raise KeyError
 
@@ -207,6 +215,33 @@ def test_recording_only_runs_nothing() -> None:
     assert torch.equal(x, _counting())
     assert [launch.report for launch in gpu.launches] == [None, None]
     assert int.from_bytes(gpu.launches[0].params[:8], "little") == x.data_ptr()
+
+
+def test_saved_launch_runs_again(tmp_path: Path) -> None:
+    x = _counting()
+    with emulated_device("sm_100a", save_to=tmp_path) as gpu:
+        gpu.register(x)
+        cute.compile(_scale_add_negate, *_arguments(x))(*_arguments(x))
+    first, second = sorted(tmp_path.glob("*.launch"))
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from rubin_moe.emulator.saved import SavedLaunch\n"
+        "report, (memory,) = SavedLaunch.load(Path(sys.argv[1])).run()\n"
+        "print(memory.view('float32').tolist())\n"
+    )
+    for path, want in ((first, 2 * _counting() + 3), (second, -(2 * _counting() + 3))):
+        command = [sys.executable, "-c", script, str(path)]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert json.loads(result.stdout) == want.tolist()
+    with pytest.raises(EmulatorError, match="fresh process"):
+        SavedLaunch.load(first).run()  # x is still at its address
+
+
+def test_other_files_are_no_saved_launches(tmp_path: Path) -> None:
+    path = tmp_path / "x.launch"
+    path.write_text("nothing of the kind")
+    with pytest.raises(EmulatorError, match="not a saved launch"):
+        SavedLaunch.load(path)
 
 
 def test_unknown_architecture_is_named() -> None:

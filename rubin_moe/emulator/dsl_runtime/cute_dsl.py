@@ -8,6 +8,7 @@ has to be set before `import cutlass`, and everything is put back on exit.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ def configured(
     run of host code, also when it failed, and may raise. A function that was compiled outside any
     such context is refused.
     """
+    import cutlass.cute  # creates the DSL objects
+
     with contextlib.ExitStack() as stack:
         settings = {
             "_arch": arch,
@@ -65,6 +68,8 @@ def configured(
         for dsl in _dsl_objects():
             for name, value in settings.items():
                 stack.enter_context(_attribute(dsl.envar, name, value))
+            _use_copy(stack, dsl, "compile_options")  # a compile writes settings into these
+        _use_copy(stack, cutlass.cute.compile, "_compile_options")
         # Read by DSL objects created inside, and by helpers that ask the environment.
         stack.enter_context(_environment({"CUTE_DSL_ARCH": arch, "CUTE_DSL_LIBS": str(runtime)}))
         _patch_executor(stack, on_function, after_run)
@@ -72,8 +77,11 @@ def configured(
         yield
 
 
+def _use_copy(stack: contextlib.ExitStack, owner: Any, name: str) -> None:
+    stack.enter_context(_attribute(owner, name, copy.deepcopy(vars(owner)[name])))
+
+
 def _dsl_objects() -> list[Any]:
-    import cutlass.cute  # noqa: F401  creates the DSL objects
     from cutlass.base_dsl.dsl import DSLSingletonMeta
 
     return list(DSLSingletonMeta._instances.values())

@@ -41,6 +41,11 @@ def device_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).clone()
 
 
+def stack(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    """`device_tensor` of the arrays along a new first axis."""
+    return device_tensor(np.stack(arrays))
+
+
 def pointer(dtype: str, tensor: torch.Tensor, align: int) -> Any:
     """A CuTe DSL pointer to a tensor's data, of DSL type `dtype`."""
     import cutlass

@@ -1,11 +1,32 @@
-"""Routed problems in the padded, permuted form that the grouped MoE kernels take."""
+"""Routed problems in the padded, permuted form that the grouped MoE kernels take, and the float64
+references of their steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from tests.emulator.peers.operands import check_exact
+
+#: Experts a token is sent to.
+TOP_K = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a routed problem; every expert has n rows of k weights."""
+
+    num_tokens: int
+    num_experts: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        tokens = f"tokens={self.num_tokens} experts={self.num_experts} top_k={TOP_K}"
+        return f"{tokens} N={self.n} K={self.k}"
 
 
 @dataclass(frozen=True)
@@ -53,16 +74,15 @@ def route(
     *,
     num_tokens: int,
     num_experts: int,
-    top_k: int,
     tile_m: int,
     tiles_multiple_of: int = 1,
 ) -> Routing:
-    """Each token chooses top_k experts; the last expert is chosen by nobody.
+    """Each token chooses TOP_K experts; the last expert is chosen by nobody.
 
     At least one tile is spare, and the number of tiles is a multiple of `tiles_multiple_of`.
     """
-    assert num_experts > top_k
-    choices = np.stack([rng.permutation(num_experts - 1)[:top_k] for _ in range(num_tokens)])
+    assert num_experts > TOP_K
+    choices = np.stack([rng.permutation(num_experts - 1)[:TOP_K] for _ in range(num_tokens)])
     expanded, expert, tile_expert, limit = [], [], [], []
     for e in range(num_experts):
         members = np.flatnonzero(choices.reshape(-1) == e)
@@ -84,7 +104,7 @@ def route(
     return Routing(
         num_tokens,
         num_experts,
-        top_k,
+        TOP_K,
         tile_m,
         np.array(expanded, np.int32),
         np.array(expert, np.int32),
@@ -92,3 +112,45 @@ def route(
         ints(limit + unused),
         ints([used]),
     )
+
+
+def grouped_product(
+    rows: np.ndarray, experts: Sequence[np.ndarray], routing: Routing, alpha: float
+) -> np.ndarray:
+    """alpha * rows @ experts[expert of the row].T for the valid rows, exact."""
+    expert = routing.expert[routing.valid]
+    out = np.empty((rows.shape[0], experts[0].shape[0]))
+    for e, weight in enumerate(experts):
+        mine = rows[expert == e]
+        if mine.size:
+            check_exact(mine, weight)
+            out[expert == e] = alpha * (mine @ weight.T)
+    return out
+
+
+def swiglu(product: np.ndarray, interleave: int) -> np.ndarray:
+    """[rows, n] of interleaved up and gate -> [rows, n / 2]."""
+    blocks = product.reshape(product.shape[0], -1, 2, interleave)
+    up, gate = blocks[:, :, 0], blocks[:, :, 1]
+    return (up * gate / (1 + np.exp(-gate))).reshape(product.shape[0], -1)
+
+
+def finalize(rows: np.ndarray, routing: Routing, weights: np.ndarray | None) -> np.ndarray:
+    """Rows back in token order; bfloat16 after each step, as the kernels' reductions do.
+
+    With two rows a token the order of the additions makes no difference: 0 + x is x.
+    """
+    expanded = routing.expanded[routing.valid]
+    slots = np.zeros((routing.num_tokens * routing.top_k, rows.shape[1]))
+    slots[expanded] = rows
+    if weights is None:
+        return slots
+    scaled = _bfloat16(slots * weights.reshape(-1, 1)).reshape(routing.num_tokens, 2, -1)
+    return _bfloat16(scaled[:, 0] + scaled[:, 1])
+
+
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values).to(torch.bfloat16).double().numpy()
+
+
+# --- host calls ---------------------------------------------------------------------------------

@@ -20,8 +20,15 @@ from tests.emulator.peers.case import (
     device_tensor,
     pointer,
 )
-from tests.emulator.peers.moe import TOP_K, Sizes, finalize, grouped_product, swiglu
-from tests.emulator.peers.routing import Routing, route
+from tests.emulator.peers.routing import (
+    TOP_K,
+    Routing,
+    Sizes,
+    finalize,
+    grouped_product,
+    route,
+    swiglu,
+)
 
 _TARGET = "sm_90a"
 _TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
@@ -51,7 +58,6 @@ class Grouped:
             rng,
             num_tokens=s.num_tokens,
             num_experts=s.num_experts,
-            top_k=TOP_K,
             tile_m=self.tile[0],
             tiles_multiple_of=self.cluster[0],
         )
