@@ -1,7 +1,7 @@
 """The experts of one layer as each producer stores them: names, dtypes, orders, from the oracle's
 arrays and the formats' descriptions alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -98,7 +98,20 @@ def gpt_oss_modelopt(module: str, layer: Layer) -> dict[str, Tensor]:
     return out
 
 
-def _stacked(layer: Layer):
+def gpt_oss_ue5m3(module: str, layer: Layer) -> dict[str, Tensor]:
+    """The UE5M3 form of the same, as a converter writes it from ModelOpt's."""
+    out = gpt_oss_modelopt(module, layer)
+    for name in list(out):
+        if name.endswith(("_weight_scale_2", "_input_scale")):
+            del out[name]
+        elif name.endswith("_weight_scale"):
+            out[name] = out[name].view(torch.uint8)
+    return out
+
+
+def _stacked(
+    layer: Layer,
+) -> Iterator[tuple[str, Projection, Callable[[np.ndarray], np.ndarray]]]:
     def as_is(rows: np.ndarray) -> np.ndarray:
         return rows
 

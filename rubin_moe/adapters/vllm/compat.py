@@ -4,6 +4,7 @@ Tested with vLLM 0.26 to 0.33. ``tests/adapters/vllm_signatures.json`` pins what
 overridden; a version outside the bounds is refused with a sentence and never tried.
 """
 
+import sys
 from typing import Any
 
 from packaging.version import Version
@@ -127,3 +128,26 @@ def modular_kernel(moe: Any, quant_config: Any, layer: Any, experts: Any) -> Any
         allow_new_interface=True,
     )
     return mk.FusedMoEKernel(prepare_finalize, experts)
+
+
+def shield_llvmlite() -> None:
+    """Make llvmlite's library handle answer truthfully that it has no ``__dict__``.
+
+    It takes any attribute for a C function. vLLM 0.32 and 0.33 read ``vars()`` of everything in
+    every module when an engine starts, so an engine in a process that has used llvmlite (our CPU
+    backend, numba) fails. Idempotent; does nothing where llvmlite has not been imported. Remove
+    when vLLM asks no more, or llvmlite refuses names with two underscores itself.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    handle = None if ffi is None else type(ffi.lib)
+    if handle is None or getattr(handle, "_refuses_dunder", False):
+        return
+    lookup = handle.__getattr__
+
+    def without_dunder(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lookup(self, name)
+
+    handle.__getattr__ = without_dunder  # type: ignore[method-assign]
+    handle._refuses_dunder = True  # type: ignore[attr-defined]

@@ -158,6 +158,7 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
             weights, _ = fold(weights, mode)  # type: ignore[arg-type]  # fold checks it
         if self._experts is None:
             self._experts = MoEExperts(weights, self._problem, self._target)
+            compat.shield_llvmlite()  # a backend may have imported it
         else:
             self._experts.reload(weights)
 

@@ -17,6 +17,7 @@ def register() -> None:
 
     from rubin_moe.adapters.vllm import compat
 
+    compat.shield_llvmlite()
     reason = compat.why_not(compat.vllm_version())
     if reason is None:
         try:
