@@ -111,7 +111,7 @@ class TensorMap:
     @cached_property
     def row_coordinates(self) -> NDArray[np.int64]:
         """Coordinates (dimensions 1 and up) of every row relative to the box, [rows, rank - 1]."""
-        grids = np.indices(self.box[:0:-1]).reshape(self.rank - 1, -1)
+        grids = np.indices(self.box[:0:-1]).reshape(self.rank - 1, self.rows)
         return np.ascontiguousarray(grids[::-1].T).astype(np.int64)
 
     def offset(self, coordinates: tuple[int, ...]) -> int:

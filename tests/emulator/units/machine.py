@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -74,3 +75,65 @@ def put_scales(tmem: np.ndarray, column: int, scales: np.ndarray, first: int = 0
 def pack_fp4(codes: np.ndarray) -> np.ndarray:
     """Codes [rows, K] to bytes [rows, K / 2], even K in the low nibble."""
     return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+
+
+def block_scaled_idesc(
+    kind: str, m: int, n: int, *, a: int | None = None, b: int | None = None, scale: int = 0
+) -> int:
+    """Instruction descriptor of a block-scaled kind; K-size bits and ids are the caller's."""
+    code = 0 if kind == "mxf8f6f4" else 1
+    a, b = code if a is None else a, code if b is None else b
+    return a << 7 | b << 10 | (n // 8) << 17 | scale << 23 | (m // 128) << 27
+
+
+def plain_idesc(kind: str, m: int, n: int, *, a: int | None = None, b: int | None = None) -> int:
+    """Instruction descriptor of a plain kind with its 32-bit accumulator."""
+    code = {"f16": 0, "tf32": 2, "f8f6f4": 0, "i8": 1}[kind]
+    a, b = code if a is None else a, code if b is None else b
+    d = 2 if kind == "i8" else 1
+    return d << 4 | a << 7 | b << 10 | (n // 8) << 17 | (m // 16) << 24
+
+
+class GlobalBytes:
+    """Global memory of one buffer, 128-byte aligned, at its own host address."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        backing = np.zeros(data.nbytes + 128, np.uint8)
+        skip = -backing.ctypes.data % 128
+        self.bytes = backing[skip : skip + data.nbytes]
+        self.bytes[:] = data.reshape(-1).view(np.uint8)
+        self.base = self.bytes.ctypes.data
+
+    def view(self, address: int, nbytes: int) -> np.ndarray:
+        offset = address - self.base
+        if offset < 0 or offset + nbytes > self.bytes.size:
+            raise MemoryError(f"{offset}..{offset + nbytes} of {self.bytes.size}")
+        return self.bytes[offset : offset + nbytes]
+
+
+def tensor_map(
+    base: int,
+    code: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> bytes:
+    """A 128-byte tensor map; strides in bytes of dimensions 1 and up."""
+    rank = len(dims)
+    units = [s // 16 for s in strides] + [0] * (5 - rank)
+    sizes = [d - 1 for d in dims] + [0] * (5 - rank)
+    boxes = [b - 1 for b in box] + [0] * (5 - rank)
+    low = [u & 0xFFFFFFFF for u in units[:4]] + [0] * (4 - len(units))
+    flags = (rank - 1) << 4 | code << 7 | {0: 0, 32: 1, 64: 2, 128: 3}[swizzle] << 13
+    words = [
+        base,
+        flags | low[0] << 32,
+        low[1] | low[2] << 32,
+        low[3] | sum((u >> 32) << (32 + 4 * i) for i, u in enumerate(units[:4])),
+        sizes[0] | sizes[1] << 32,
+        sizes[2] | sizes[3] << 32,
+        sizes[4] | boxes[0] << 56,
+        sum(b << 8 * i for i, b in enumerate(boxes[1:])),
+    ]
+    return struct.pack("<8Q", *words) + bytes(64)
