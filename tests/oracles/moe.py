@@ -29,7 +29,8 @@ class Layer:
     """Everything that decides the output of one layer.
 
     ``kind``: silu, swigluoai, relu2 or gelu_tanh. ``act_fmt``: format the inputs of both GEMMs are
-    rounded to, or None; ``act_dec``: the activation's global scale for FC1 and FC2.
+    rounded to, or None; ``act_dec``: the activation's global scale for FC1 and FC2, a number each
+    or one an expert.
     """
 
     fmt: str
@@ -40,7 +41,7 @@ class Layer:
     alpha: float = 1.702
     beta: float = 1.0
     act_fmt: str | None = None
-    act_dec: tuple[float, float] = (1.0, 1.0)
+    act_dec: tuple[float | np.ndarray, float | np.ndarray] = (1.0, 1.0)
     weight_on_input: bool = False
 
 
@@ -75,15 +76,22 @@ def moe(layer: Layer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np
                 continue
             a = x[token].astype(np.float64)
             a = a * weight if layer.weight_on_input else a
-            h = _quantized(layer, a, 0) @ w13[expert].T
+            h = quantized(layer, a, 0, expert) @ w13[expert].T
             h = h if layer.w13.bias is None else h + layer.w13.bias[expert].astype(np.float64)
-            y = _quantized(layer, activate(layer, h), 1) @ w2[expert].T
+            y = quantized(layer, activate(layer, h), 1, expert) @ w2[expert].T
             y = y if layer.w2.bias is None else y + layer.w2.bias[expert].astype(np.float64)
             out[token] += y if layer.weight_on_input else y * weight
     return out
 
 
-def _quantized(layer: Layer, a: np.ndarray, gemm: int) -> np.ndarray:
+def act_dec(layer: Layer, gemm: int, expert: int) -> float:
+    """The activation's global scale for one expert."""
+    dec = np.asarray(layer.act_dec[gemm], dtype=np.float64)
+    return float(dec if dec.ndim == 0 else dec[expert])
+
+
+def quantized(layer: Layer, a: np.ndarray, gemm: int, expert: int) -> np.ndarray:
+    """The input of FC1 (0) or FC2 (1) as the GEMM sees it."""
     if layer.act_fmt is None:
         return a
-    return quantize_dequantize(a, layer.act_fmt, layer.act_dec[gemm])
+    return quantize_dequantize(a, layer.act_fmt, act_dec(layer, gemm, expert))

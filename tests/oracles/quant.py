@@ -108,7 +108,12 @@ def quantize_dequantize(x: np.ndarray, fmt: str, dec: float = 1.0) -> np.ndarray
 
     A block whose rounded scale is zero becomes zero.
     """
-    scale = SCALES[SCALE_TYPE[fmt]][block_scales(x, fmt, dec)] * dec
+    return with_scales(x, block_scales(x, fmt, dec), fmt, dec)
+
+
+def with_scales(x: np.ndarray, codes: np.ndarray, fmt: str, dec: float = 1.0) -> np.ndarray:
+    """``x [..., K]`` rounded under given scale codes ``[..., K / block]``."""
+    scale = SCALES[SCALE_TYPE[fmt]][codes] * dec
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK[fmt])
     safe = np.where(scale == 0, 1.0, scale)[..., None]
     if fmt == "mxfp8":
@@ -116,3 +121,20 @@ def quantize_dequantize(x: np.ndarray, fmt: str, dec: float = 1.0) -> np.ndarray
     else:
         q = E2M1[encode_e2m1(blocks / safe)]
     return np.where(scale[..., None] == 0, 0.0, q * scale[..., None]).reshape(x.shape)
+
+
+def rounding_envelope(x: np.ndarray, dx: np.ndarray, fmt: str, dec: float = 1.0) -> np.ndarray:
+    """How far the rounded ``x`` may move when x is only known to ``+-dx``, elementwise.
+
+    The block scale is a monotone function of the largest magnitude, and with the scale fixed so is
+    rounding: the extremes are at the ends, under every scale code in between.
+    """
+    centre = quantize_dequantize(x, fmt, dec)
+    low = block_scales(np.maximum(np.abs(x) - dx, 0), fmt, dec).astype(np.int64)
+    high = block_scales(np.abs(x) + dx, fmt, dec).astype(np.int64)
+    worst = np.zeros_like(x)
+    for step in range(int((high - low).max(initial=0)) + 1):
+        codes = np.minimum(low + step, high)
+        for end in (x - dx, x + dx):
+            worst = np.maximum(worst, np.abs(with_scales(end, codes, fmt, dec) - centre))
+    return worst

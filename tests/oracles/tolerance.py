@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .moe import Layer, activate
+from .moe import Layer, act_dec, activate, quantized
+from .quant import rounding_envelope
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 
@@ -20,14 +21,19 @@ def relative_l2(actual: np.ndarray, expected: np.ndarray) -> float:
 def bound(
     layer: Layer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, dtype: str
 ) -> np.ndarray:
-    """Elementwise ``[M, H]`` bound for a W4A16 backend: fp32 accumulation, ``dtype`` between GEMMs.
+    """Elementwise ``[M, H]`` bound: fp32 accumulation, ``dtype`` in and out.
 
     Running-error analysis: a K-term fp32 dot product errs by at most ``K u32 sum|a w|``; rounding
     the activations between the GEMMs and the output adds ``u`` of each, and FC1's error passes the
     activation with a factor of at most ``1.13`` a side (largest slope of silu; the gated product
     adds the other factor). Doubled, for second order terms and for summing the experts in fp32.
+
+    With quantized activations (``layer.act_fmt``) nothing is rounded to ``dtype`` between the
+    GEMMs; instead an input of FC2 that lies close to a rounding boundary may fall to the other
+    side, which moves it by what `rounding_envelope` says.
     """
     u, u32 = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"]
+    between = u if layer.act_fmt is None else u32
     w13, w2 = layer.w13.dense(layer.fmt), layer.w2.dense(layer.fmt)
     out = np.zeros((x.shape[0], w2.shape[1]))
     for token, row in enumerate(x.astype(np.float64)):
@@ -37,20 +43,33 @@ def bound(
             if expert < 0:
                 continue
             a = row * weight if layer.weight_on_input else row
+            da = np.abs(a) * (between if layer.weight_on_input else 0.0)
+            a, da = _seen_by_gemm(layer, a, da, 0, expert)
             b13 = 0 if layer.w13.bias is None else layer.w13.bias[expert].astype(np.float64)
             b2 = 0 if layer.w2.bias is None else layer.w2.bias[expert].astype(np.float64)
             h = a @ w13[expert].T + b13
-            in_error = u if layer.weight_on_input else 0.0
-            dh = (np.abs(a) @ np.abs(w13[expert]).T + np.abs(b13)) * (a.size * u32 + in_error)
-            # a bf16 backend may round FC1's result before the activation
-            dh = dh + np.abs(h) * u
+            terms = np.abs(a) @ np.abs(w13[expert]).T + np.abs(b13)
+            dh = terms * (a.size * u32) + da @ np.abs(w13[expert]).T
+            # a backend may round FC1's result before the activation
+            dh = dh + np.abs(h) * between
             act = activate(layer, h)
-            da = _activation_error(layer, h, dh) + np.abs(act) * (2 * u)
+            da = _activation_error(layer, h, dh) + np.abs(act) * (2 * between)
+            act, da = _seen_by_gemm(layer, act, da, 1, expert)
             y = np.abs(act) @ np.abs(w2[expert]).T + np.abs(b2)
             dy = da @ np.abs(w2[expert]).T + y * (act.size * u32)
             # and FC2's result before the weighted sum
             out[token] += (1.0 if layer.weight_on_input else weight) * (dy + y * u)
     return 2 * out + 2.0**-126
+
+
+def _seen_by_gemm(
+    layer: Layer, a: np.ndarray, da: np.ndarray, gemm: int, expert: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A GEMM's input after quantization, and how far it may be off."""
+    if layer.act_fmt is None:
+        return a, da
+    dec = act_dec(layer, gemm, expert)
+    return quantized(layer, a, gemm, expert), rounding_envelope(a, da, layer.act_fmt, dec)
 
 
 def _activation_error(layer: Layer, h: np.ndarray, dh: np.ndarray) -> np.ndarray:
