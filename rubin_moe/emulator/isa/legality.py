@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from ..errors import EmulatorError
 
-class IllegalOperationError(ValueError):
+
+class IllegalOperationError(EmulatorError):
     """An operation, descriptor or operand that is illegal or not modelled.
 
     ``rule`` is a short stable name (``"instruction descriptor: N"``) by which tests and reports
