@@ -230,31 +230,35 @@ QUANT_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass
 class Folder:
-    """What goes into a checkpoint folder; change it, then ``write``."""
+    """What goes into a checkpoint folder; change it, then ``write``.
+
+    ``config``: config.json. ``json``: other files by name. ``stem``: of the safetensors files
+    (``consolidated`` in Mistral's releases).
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    hf_quant: dict[str, Any] | None = None
+    config: Mapping[str, Any] | None = field(default_factory=dict)
+    json: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     shards: int = 1
+    stem: str = "model"
 
     def write(self, path: Path) -> Path:
         """Files of ``shards`` about equal parts, with an index if there are several."""
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(self.config))
-        if self.hf_quant is not None:
-            (path / "hf_quant_config.json").write_text(json.dumps(self.hf_quant))
-        names = list(self.tensors)
-        if self.shards == 1:
-            save_file(self.tensors, path / "model.safetensors")
-            return path
-        weight_map = {}
+        files = dict(self.json)
+        if self.config is not None:
+            files["config.json"] = self.config
+        names, weight_map = list(self.tensors), {}
         for i in range(self.shards):
-            file = f"model-{i + 1:05d}-of-{self.shards:05d}.safetensors"
+            file = f"{self.stem}-{i + 1:05d}-of-{self.shards:05d}.safetensors"
             part = {n: self.tensors[n] for n in names[i :: self.shards]}
-            save_file(part, path / file)
+            save_file(part, path / (file if self.shards > 1 else f"{self.stem}.safetensors"))
             weight_map |= dict.fromkeys(part, file)
-        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        if self.shards > 1:
+            index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+            files[f"{self.stem}.safetensors.index.json"] = index
+        for name, content in files.items():
+            (path / name).write_text(json.dumps(content))
         return path
 
 
