@@ -51,6 +51,8 @@ class RowTiles:
             padded = logical.new_zeros((*lead, tiles * self.rows, units * self.unit))
             padded[..., :n, :b] = logical
             logical = padded
+        if logical.numel() == 0:
+            return
         wide = _WIDE[self.unit]
         source = logical.contiguous().view(*lead, tiles, self.rows, units * self.unit)
         target = stored.view(*lead, tiles, units, self.rows * self.unit)

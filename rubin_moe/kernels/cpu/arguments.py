@@ -17,7 +17,7 @@ _SLOTS = (
     *("codes13", "scales13", "dec13", "bias13", "bias13_stride"),
     *("codes2", "scales2", "dec2", "bias2", "bias2_stride"),
     # sizes
-    *("num_tokens", "top_k", "hidden", "intermediate", "num_experts", "num_global"),
+    *("num_tokens", "top_k", "hidden", "intermediate", "num_experts", "num_global", "block"),
     *("ids_wide", "weight_on_input", "tiles_per_item", "gemm"),
     # of the activation, float32
     *("limit", "alpha", "beta"),

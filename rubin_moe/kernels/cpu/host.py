@@ -12,7 +12,6 @@ activations.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,7 +28,7 @@ from rubin_moe.kernels.cpu.arguments import Arguments
 from rubin_moe.kernels.cpu.gemm import gemm_module
 from rubin_moe.kernels.cpu.isa import Isa
 from rubin_moe.kernels.cpu.jit import Library
-from rubin_moe.kernels.cpu.memory import Workspace, weight_memory
+from rubin_moe.kernels.cpu.memory import weight_memory, workspace
 from rubin_moe.kernels.cpu.stages import Variant, stages_module
 from rubin_moe.layouts.fp4_cpu import CODES, SCALES
 
@@ -88,11 +87,15 @@ def _gemm_library(target: Isa, fmt: BlockFormat, bf16_dot: bool) -> Library:
 
 
 @cache
-def code_for(variant: Variant) -> Code:
+def _stages_library(variant: Variant) -> Library:
+    return Library(stages_module(variant), variant.isa)
+
+
+def code_for(variant: Variant, fmt: BlockFormat) -> Code:
     """Generates, compiles or finds, and links; once a process."""
     target = variant.isa
-    gemm = _gemm_library(target, variant.fmt, variant.bf16_dot)
-    stages = Library(stages_module(variant), target)
+    gemm = _gemm_library(target, fmt, variant.bf16_dot)
+    stages = _stages_library(variant)
     names = ("group", "pack", "fc1", "fc2", "reduce")
     table = [gemm.address(f"gemm{t}") for t in range(1, target.max_tokens + 1)]
     return Code(
@@ -111,14 +114,12 @@ class CpuKernel:
         self._dtype = torch.float32 if widen else getattr(torch, problem.dtype)
         self.variant = Variant(
             self.isa,
-            problem.weight_format,
             "float32" if widen else problem.dtype,
             problem.activation.kind,
             self.isa.bf16_dot and problem.dtype == "bfloat16",
         )
-        self._code = code_for(self.variant)
+        self._code = code_for(self.variant, problem.weight_format)
         self._zeros = torch.zeros(max(problem.hidden, 2 * problem.intermediate))
-        self._local = threading.local()
 
     def prepare(self, weights: ExpertWeights) -> CpuExperts:
         p = self.problem
@@ -191,9 +192,9 @@ class CpuKernel:
         pair = 4 * p.hidden + self.variant.element * (p.hidden + p.intermediate)
         return max(1, WORKSPACE_BYTES // (pair * p.top_k))
 
-    def _workspace(self, pairs: int) -> Workspace:
+    def _workspace(self, pairs: int) -> dict[str, int]:
         p = self.problem
-        return Workspace.of_thread(
+        return workspace(
             {
                 "cursor": 8 * p.num_experts,
                 "order": 8 * pairs,
@@ -223,6 +224,7 @@ class CpuKernel:
             expert_map=0 if expert_map is None else expert_map.data_ptr(), zeros=zeros,
             num_tokens=m, top_k=p.top_k, hidden=p.hidden, intermediate=p.intermediate,
             num_experts=p.num_experts, num_global=p.global_num_experts,
+            block=p.weight_format.sf_vec_size,
             ids_wide=int(ids.dtype == torch.int64), weight_on_input=int(p.router_weight_on_input),
             tiles_per_item=TILES_PER_ITEM, gemm=self._code.gemm_table.ctypes.data,
         )  # fmt: skip
@@ -239,8 +241,7 @@ class CpuKernel:
         act = p.activation
         limit = float("inf") if act.limit is None else act.limit
         args.set_float(limit=limit, alpha=act.alpha, beta=act.beta)
-        workspace = self._workspace(m * p.top_k)
-        args.set(**workspace.addresses)
+        args.set(**self._workspace(m * p.top_k))
         self._run_stages(args, m)
 
     def _run_stages(self, args: Arguments, m: int) -> None:

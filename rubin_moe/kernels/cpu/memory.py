@@ -7,7 +7,6 @@ import math
 import mmap
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,30 +29,21 @@ def weight_memory(shape: tuple[int, ...]) -> Tensor:
     return tensor.view(shape)
 
 
-@dataclass
-class Workspace:
-    """Named areas of one block that grows and is shared by all layers of a thread."""
+def workspace(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Addresses of named areas of ``sizes`` bytes in this thread's block; contents are garbage.
 
-    block: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    addresses: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of_thread(cls, sizes: Mapping[str, int]) -> Workspace:
-        """This thread's workspace with room for ``sizes`` (bytes); contents are garbage."""
-        space: Workspace | None = getattr(_OF_THREAD, "space", None)
-        if space is None:
-            space = _OF_THREAD.space = cls()
-        space._place(sizes)
-        return space
-
-    def _place(self, sizes: Mapping[str, int]) -> None:
-        total = _ALIGN + sum(-(-n // _ALIGN) * _ALIGN for n in sizes.values())
-        if self.block.numel() < total:
-            self.block = torch.empty(total, dtype=torch.uint8)
-        at = -(-self.block.data_ptr() // _ALIGN) * _ALIGN
-        for name, nbytes in sizes.items():
-            self.addresses[name] = at
-            at += -(-nbytes // _ALIGN) * _ALIGN
+    The block grows as needed and is shared by all layers: areas last until the next call.
+    """
+    total = _ALIGN + sum(-(-n // _ALIGN) * _ALIGN for n in sizes.values())
+    block: Tensor | None = getattr(OF_THREAD, "block", None)
+    if block is None or block.numel() < total:
+        block = OF_THREAD.block = torch.empty(total, dtype=torch.uint8)
+    at = -(-block.data_ptr() // _ALIGN) * _ALIGN
+    addresses = {}
+    for name, nbytes in sizes.items():
+        addresses[name] = at
+        at += -(-nbytes // _ALIGN) * _ALIGN
+    return addresses
 
 
-_OF_THREAD = threading.local()
+OF_THREAD = threading.local()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from rubin_moe.formats.spec import BlockFormat
 from rubin_moe.kernels.activation import GATED
 from rubin_moe.kernels.cpu import convert
 from rubin_moe.kernels.cpu.arguments import COUNTERS, Slots, offset
@@ -31,7 +30,6 @@ class Variant:
     """What the stages are generated for."""
 
     isa: Isa
-    fmt: BlockFormat
     dtype: str
     kind: str
     bf16_dot: bool
@@ -182,7 +180,7 @@ class _Projection:
     ) -> Value:
         """fp32 ``[tokens, 16]`` on the stack: tile ``at`` (counted over all experts) times x."""
         out = f.stack(v.isa.max_tokens * 4 * LANES)
-        block = v.fmt.sf_vec_size
+        block = a.number("block")
         codes = f.offset(a.pointer("codes" + self.suffix), at * k * (LANES // 2))
         scales = f.offset(a.pointer("scales" + self.suffix), at * (k // block) * LANES)
         gemm = f.load(a.pointer("gemm"), I64, tokens * 8 - 8)

@@ -1,64 +1,78 @@
 """The CPU backend against the float64 oracle."""
 
-import numpy as np
 import pytest
-import torch
 
-from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
-from rubin_moe.formats.spec import FORMATS
-from rubin_moe.kernels.activation import Activation
-from rubin_moe.kernels.base import MoEProblem
-from rubin_moe.kernels.cpu import host
-from tests.oracles import moe, problems, tolerance
+from rubin_moe.kernels.cpu import isa
+from tests.oracles import problems
+
+from .cases import DTYPES, FORMAT_NAMES, KINDS, Case
 
 
-def projection(p):
-    bias = None if p.bias is None else torch.from_numpy(p.bias)
-    return ProjectionWeights(
-        torch.from_numpy(p.qdata), torch.from_numpy(p.sf), torch.from_numpy(p.dec), bias
-    )
+def layer_of(kind, fmt, *sizes, **fields):
+    if kind == "swigluoai":
+        fields |= {"limit": 7.0, "bias": True}
+    return problems.layer(7, fmt, *sizes, kind=kind, **fields)
 
 
-def experts(layer):
-    """The oracle's layer as the package's container."""
-    e, hidden, packed = layer.w2.qdata.shape
-    gated = layer.kind != "relu2"
-    return ExpertWeights(
-        FORMATS[layer.fmt], hidden, packed * 2, gated, projection(layer.w13), projection(layer.w2),
-        tuple(range(e)),
-    )  # fmt: skip
-
-
-def problem(layer, dtype, top_k):
-    w = experts(layer)
-    return MoEProblem(
-        w.num_experts, w.num_experts, top_k, w.hidden, w.intermediate, w.fmt,
-        Activation(layer.kind, layer.limit, layer.alpha, layer.beta), dtype=dtype,
-        has_bias=w.has_bias, router_weight_on_input=layer.weight_on_input,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["silu", "swigluoai", "relu2", "gelu_tanh"])
-@pytest.mark.parametrize("fmt", ["nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
 def test_every_format_activation_and_dtype(fmt, kind, dtype):
-    limit = 7.0 if kind == "swigluoai" else None
-    layer = problems.layer(
-        7,
-        fmt,
-        4,
-        64,
-        32,
-        kind,
-        bias=kind == "swigluoai",
-        limit=limit,
-    )
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
-    ids, weights = problems.routing(3, "some_missing", 9, 4, 2)
-    kernel = host.build(problem(layer, dtype, 2))
-    out = kernel.run(
-        kernel.prepare(experts(layer)), x, torch.from_numpy(ids), torch.from_numpy(weights)
-    )
-    expected = moe.moe(layer, x.double().numpy(), ids, weights)
-    bound = tolerance.bound(layer, x.double().numpy(), ids, weights, dtype)
-    assert (np.abs(out.double().numpy() - expected) <= bound).all()
+    case = Case(layer_of(kind, fmt, 4, 64, 32), dtype)
+    case.check(case.inputs(9), *problems.routing(3, "some_missing", 9, 4, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize("target", isa.available())
+def test_every_instruction_set(target, fmt, dtype):
+    case = Case(layer_of("silu", fmt, 4, 64, 32), dtype, target=target)
+    case.check(case.inputs(9), *problems.routing(3, "uniform", 9, 4, 2))
+
+
+@pytest.mark.parametrize("routing", problems.ROUTINGS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 8, 9, 17, 33, 130])
+def test_every_routing_and_group_size(routing, num_tokens):
+    case = Case(layer_of("swigluoai", "mxfp4", 6, 96, 64), top_k=3)
+    case.check(case.inputs(num_tokens), *problems.routing(5, routing, num_tokens, 6, 3))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "intermediate"),
+    [
+        ("nvfp4-ue4m3", 16, 16),
+        ("nvfp4-ue4m3", 48, 352),
+        ("nvfp4-ue5m3", 336, 80),
+        ("mxfp4", 32, 32),
+        ("mxfp4", 352, 96),
+        ("mxfp4", 2880, 32),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sizes_that_are_no_multiple_of_a_tile(fmt, hidden, intermediate, dtype):
+    case = Case(layer_of("silu", fmt, 3, hidden, intermediate), dtype)
+    case.check(case.inputs(5), *problems.routing(1, "uniform", 5, 3, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_router_weight_on_input(dtype):
+    layer = layer_of("silu", "nvfp4-ue4m3", 4, 64, 32, weight_on_input=True)
+    case = Case(layer, dtype, top_k=1)
+    ids, weights = problems.routing(2, "uniform", 9, 4, 1)
+    weights *= 0.3
+    case.check(case.inputs(9), ids, weights)
+
+
+@pytest.mark.parametrize("kind", ["silu", "swigluoai", "gelu_tanh"])
+def test_limits_are_in_real_units(kind):
+    """Clamping happens after dec and bias: most of these gates and ups exceed the limit."""
+    layer = problems.layer(3, "nvfp4-ue4m3", 4, 64, 32, kind=kind, bias=True, limit=0.5)
+    case = Case(layer, "float32")
+    case.check(case.inputs(9, scale=10.0), *problems.routing(1, "uniform", 9, 4, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_and_tiny_inputs_stay_finite(kind):
+    case = Case(layer_of(kind, "nvfp4-ue5m3", 4, 64, 32), "float32")
+    for scale in (1e-20, 1e-3, 300.0):
+        case.check(case.inputs(5, scale=scale), *problems.routing(1, "uniform", 5, 4, 2))
