@@ -95,6 +95,11 @@ class MoEExperts:
         fresh = self._kernel.prepare(weights).tensors()
         for name, tensor in self.tensors().items():
             tensor.copy_(fresh[name])
+        own = _own_map(weights, self.problem)
+        if own is not None and self._expert_map is not None:
+            self._expert_map.copy_(own)
+        else:
+            self._expert_map = own
 
     def __call__(
         self,

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+EPSILON = 1e-20
+"""DeepSeek's published code adds it to the sum; it counts where every sigmoid is tiny."""
+
 
 @dataclass(frozen=True)
 class Router:
@@ -60,6 +63,6 @@ def _one(
     if router.after:
         weights = score(weights, router.scoring)
     if router.renormalize:
-        weights = weights / weights.sum()
+        weights = weights / (weights.sum() + EPSILON)
     weights = weights * router.factor
     return (weights if expert_scale is None else weights * expert_scale[chosen]), chosen

@@ -1,10 +1,12 @@
 """The oracle against a third party's tables and against arithmetic by hand."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from . import moe, problems, quant, tolerance
+from . import moe, problems, quant, routing, tolerance
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,59 @@ def test_the_bound_holds_a_right_result_and_refuses_swapped_halves():
     )
     wrong = moe.moe(moe.Layer(layer.fmt, swapped, layer.w2), x, ids, weights)
     assert (np.abs(wrong - expected) > bound).mean() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("fmt", "act", "dec"),
+    [
+        ("nvfp4-ue4m3", "nvfp4-ue4m3", 2.0**-6),
+        ("nvfp4-ue5m3", "nvfp4-ue5m3", 1.0),
+        ("mxfp4", "mxfp8", 1.0),
+    ],
+)
+def test_the_bound_of_quantized_activations_refuses_a_skipped_quantization(fmt, act, dec):
+    layer = replace(problems.layer(1, fmt), act_fmt=act, act_dec=(dec, dec))
+    x = np.random.default_rng(2).normal(size=(5, 64)).astype(np.float32)
+    ids, weights = problems.routing(3, "uniform", 5, 4, 2)
+    expected = moe.moe(layer, x, ids, weights)
+    bound = tolerance.bound(layer, x, ids, weights, "float32")
+    assert (np.abs(expected * (1 + 2.0**-24) - expected) <= bound).all()
+    skipped = moe.moe(replace(layer, act_fmt=None), x, ids, weights)
+    assert (np.abs(skipped - expected) > bound).mean() > 0.9
+
+
+def test_the_envelope_covers_a_flipped_element_and_a_flipped_scale():
+    x = np.zeros(16)
+    x[0], x[1] = 6.0, 2.5  # 2.5 is a tie: up to 3 with the least nudge
+    moved = quant.rounding_envelope(x, np.full(16, 1e-9), "nvfp4-ue5m3")
+    assert moved[1] >= 1.0
+    assert moved[0] == pytest.approx(0.75)  # 6 (1 + tiny) needs the next scale: 6 * 1.125
+    assert quant.rounding_envelope(x, np.zeros(16), "nvfp4-ue5m3").max() == 0
+
+
+def test_an_activation_scale_an_expert():
+    layer = replace(problems.layer(4, "nvfp4-ue4m3"), act_fmt="nvfp4-ue4m3")
+    x = np.random.default_rng(5).normal(size=(4, 64))
+    ids, weights = np.arange(4)[:, None], np.ones((4, 1), dtype=np.float32)
+    each = np.array([0.01, 0.02, 0.03, 0.05])
+    together = moe.moe(replace(layer, act_dec=(each, each)), x, ids, weights)
+    for e in range(4):
+        alone = replace(layer, act_dec=(each[e], each[e]))
+        part = slice(e, e + 1)
+        np.testing.assert_array_equal(
+            moe.moe(alone, x[part], ids[part], weights[part])[0], together[e]
+        )
+
+
+def test_routing_by_hand():
+    logits = np.array([[0.0, np.log(3.0), np.log(2.0), -50.0]])
+    weights, ids = routing.route(routing.Router(2), logits)
+    assert ids.tolist() == [[1, 2]]
+    np.testing.assert_allclose(weights, [[3 / 6, 2 / 6]])
+    weights, _ = routing.route(routing.Router(2, renormalize=True, factor=2.5), logits)
+    np.testing.assert_allclose(weights, [[1.5, 1.0]])
+    weights, _ = routing.route(routing.Router(2, after=True), logits)
+    np.testing.assert_allclose(weights, [[0.6, 0.4]])
+    grouped = routing.Router(2, "sigmoid", num_groups=2, top_groups=1)
+    _, ids = routing.route(grouped, logits, bias=np.array([0.0, 0.0, 0.0, 9.0]))
+    assert ids.tolist() == [[3, 2]]
