@@ -1,0 +1,1 @@
+"""Instruction families: emitters of native code, and units that act on NumPy state."""

@@ -1,0 +1,44 @@
+"""Instructions without data: hints, fences, sleep, traps (PTX ISA 9.7.12, 9.7.13).
+
+Fences order nothing here because one thread runs all warps and asynchronous work completes when the
+policy says so; they are kept as instructions for the checking profile. Prefetches, cache policies
+and register budgets have no functional effect.
+"""
+
+from __future__ import annotations
+
+from rubin_moe.emulator.codegen import Emitter
+from rubin_moe.emulator.native.blocks import TRAP_INSTRUCTION
+from rubin_moe.emulator.native.ir import V64
+from rubin_moe.emulator.ptx.ast import Instruction
+from rubin_moe.emulator.state.registers import Outcome
+
+
+def emit_hint(em: Emitter, ins: Instruction) -> None:
+    """Nothing, except that the register versions give a zero cache policy."""
+    if ins.parts[0] == "createpolicy":
+        em.write(ins.operands[0], em.b.const(0, V64))
+
+
+def emit_sleep(em: Emitter, ins: Instruction) -> None:
+    """nanosleep: give way at the next backward branch."""
+    em.set_field("budget", 0)
+
+
+def emit_trap(em: Emitter, ins: Instruction) -> None:
+    """trap, brkpt: stop the launch."""
+    em.flush()
+    run = em.b.fresh("trap")
+    skip = em.b.fresh("no.trap")
+    mask = em.exec_mask()
+    em.b.cond_br(mask.eq(0), skip, run)
+    em.b.label(run)
+    em.set_field("trap_code", TRAP_INSTRUCTION)
+    em.set_field("trap_lane", em.first_lane(mask))
+    em.set_field("site", em.index)
+    em.b.ret(Outcome.TRAP)
+    em.b.label(skip)
+    em.goto(em.number + 1)
+
+
+EMITTERS = {"hint": emit_hint, "sleep": emit_sleep, "trap": emit_trap}

@@ -1,0 +1,147 @@
+"""Instructions that Python performs: native code leaves their operands in the state and returns.
+
+Scalars, addresses and coordinates go to argument rows (one 64-bit value a lane each); vectors of
+32-bit registers stay in their rows of the state block, where Python reads and writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rubin_moe.emulator.codegen import Emitter
+from rubin_moe.emulator.forms import Family
+from rubin_moe.emulator.lower import Lowered
+from rubin_moe.emulator.native.ir import V64, Val
+from rubin_moe.emulator.ptx.ast import (
+    TYPE_BITS,
+    Imm,
+    Instruction,
+    Mem,
+    Operand,
+    Reg,
+    Vec,
+)
+from rubin_moe.emulator.state.registers import FIELDS, LANES, MAX_ARGS, ROW_BYTES, Outcome
+
+#: Families whose register vectors stay in the state block.
+VECTOR_FAMILIES = ("tmem_load", "tmem_store", "tcgen05_mma", "wgmma", "mma_sync")
+#: Families whose effect is complete when issued, unless operations are deferred.
+WAIT_FAMILIES = ("bulk_group", "tmem_wait", "wgmma_group", "grid_wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """An operand in argument rows ``first .. first + count`` (an address and its coordinates);
+    ``memory`` for operands in brackets."""
+
+    first: int
+    count: int = 1
+    memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A register vector: rows of the state block; ``start`` when they follow one another."""
+
+    rows: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether a slice covers the rows."""
+        return self.rows == tuple(range(self.rows[0], self.rows[0] + len(self.rows)))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSite:
+    """One instruction that Python performs."""
+
+    index: int
+    opcode: str
+    parts: tuple[str, ...]
+    line: int
+    family: str
+    operands: tuple[Slots | Rows, ...]
+    slots: int
+
+
+def _is_vector(operand: Operand, position: int, family: Family, lowered: Lowered) -> bool:
+    if family.name not in VECTOR_FAMILIES:
+        return False
+    if isinstance(operand, Reg):  # a single destination register
+        return position < family.dests
+    return isinstance(operand, Vec) and all(
+        isinstance(item, Reg) and item.name in lowered.layout.offsets for item in operand.items
+    )
+
+
+def plan_site(index: int, lowered: Lowered) -> UnitSite:
+    """Where each operand of the instruction goes."""
+    ins, family = lowered.entry.instructions[index], lowered.families[index]
+    plans: list[Slots | Rows] = []
+    slot = 0
+    for position, operand in enumerate(ins.operands):
+        if _is_vector(operand, position, family, lowered):
+            items = operand.items if isinstance(operand, Vec) else (operand,)
+            offsets = [lowered.layout.offsets[item.name] for item in items]  # type: ignore[union-attr]
+            plans.append(Rows(tuple(offset // ROW_BYTES for offset in offsets)))
+            continue
+        count = len(_scalars(operand))
+        plans.append(Slots(slot, count, isinstance(operand, Mem)))
+        slot += count
+    if slot > MAX_ARGS:
+        raise ValueError(f"line {ins.line}: {ins.opcode} has {slot} scalar operands")
+    return UnitSite(index, ins.opcode, ins.parts, ins.line, family.name, tuple(plans), slot)
+
+
+def _scalars(operand: Operand) -> tuple[Operand, ...]:
+    """The values that stand for an operand in argument rows."""
+    if isinstance(operand, Vec):
+        return operand.items
+    if isinstance(operand, Mem) and operand.coords is not None:
+        return (Mem(operand.base, operand.offset), *operand.coords.items)
+    return (operand,)
+
+
+def _value(em: Emitter, operand: Operand) -> Val:
+    """64-bit lanes of a scalar operand."""
+    if isinstance(operand, Mem):
+        return em.address(operand, _width(em, operand.base)).resize(64)
+    if isinstance(operand, Reg) and em.registers.get(operand.name) == "pred":
+        return em.predicate(operand).cast("zext", V64)
+    if isinstance(operand, Imm):
+        return em.read(operand, 64)
+    return em.read(operand, _width(em, operand)).resize(64)
+
+
+def _width(em: Emitter, operand: Operand) -> int:
+    if isinstance(operand, Reg) and operand.name in em.registers:
+        return TYPE_BITS[em.registers[operand.name]]
+    return 64
+
+
+def emit_unit(em: Emitter, ins: Instruction) -> None:
+    """Leave operands behind and return to the scheduler; resume at the next segment."""
+    family = em.lowered.families[em.index]
+    if family.sync:
+        em.rendezvous(None)
+    if family.name in WAIT_FAMILIES and not em.deferred:
+        em.flush()
+        em.goto(em.number + 1)
+        return
+    site = plan_site(em.index, em.lowered)
+    mask = em.exec_mask()
+    vectors: list[str] = []
+    for operand, plan in zip(ins.operands, site.operands, strict=True):
+        if isinstance(plan, Rows):
+            items = operand.items if isinstance(operand, Vec) else (operand,)
+            vectors += [item.name for item in items if isinstance(item, Reg)]
+            continue
+        for position, scalar in enumerate(_scalars(operand)):
+            offset = FIELDS["args"] + 8 * LANES * (plan.first + position)
+            em.b.store(_value(em, scalar), em.b.gep(em.S, offset), 64)
+    em.flush(vectors)
+    following = em.number + 1
+    skip = em.skip_unless_executed(mask, following)
+    em.set_field("exec", mask)
+    em.leave(Outcome.UNIT, following)
+    em.end_skip(skip, following)

@@ -1,0 +1,259 @@
+"""The clusters, CTAs and warps of a launch, as the functional units and the scheduler see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubin_moe.emulator.async_ops import AsyncOperation, Policy
+from rubin_moe.emulator.compile import Kernel
+from rubin_moe.emulator.native.blocks import CLUSTER, CLUSTER_BYTES, CTA_BYTES, CTA_LIVE, FAULTS
+from rubin_moe.emulator.native.compiler import Runtime, runtime
+from rubin_moe.emulator.report import Statistics
+from rubin_moe.emulator.state import mbarrier
+from rubin_moe.emulator.state.memory import RANK_SHIFT, GlobalMemory, SharedArena
+from rubin_moe.emulator.state.registers import FIELDS, LANES, SPECIALS, WarpState
+from rubin_moe.emulator.state.tmem import CAPACITY, TensorMemory
+
+
+class EmulationError(RuntimeError):
+    """A launch that did not end in done: trap, deadlock or budget. ``outcome`` names which."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Grid, block and cluster dimensions, and dynamic shared memory in bytes."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_smem: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return -(-self.threads // LANES)
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+    def cluster_origins(self) -> Iterator[tuple[int, int, int]]:
+        """First CTA of every cluster, x fastest."""
+        for z in range(0, self.grid[2], self.cluster[2]):
+            for y in range(0, self.grid[1], self.cluster[1]):
+                for x in range(0, self.grid[0], self.cluster[0]):
+                    yield x, y, z
+
+
+@dataclass(slots=True, eq=False)
+class Warp:
+    """One warp: native state and what Python keeps beside it."""
+
+    state: WarpState
+    cta: Cta
+    index: int
+    open_group: list[AsyncOperation] = field(default_factory=list)
+    groups: list[list[AsyncOperation]] = field(default_factory=list)
+    pending: list[AsyncOperation] = field(default_factory=list)  # wgmma, cp.async in flight
+
+    @property
+    def rank(self) -> int:
+        """Rank of the CTA in its cluster."""
+        return self.cta.rank
+
+
+@dataclass(slots=True, eq=False)
+class Cta:
+    """One CTA of a cluster."""
+
+    rank: int
+    coordinates: tuple[int, int, int]
+    cluster: Cluster
+    block: NDArray[np.uint32]
+    tmem: TensorMemory | None
+    local: NDArray[np.uint8]
+    warps: list[Warp] = field(default_factory=list)
+
+
+class Cluster:
+    """A cluster in flight. What the functional units call: ``smem``, ``tmem``, ``collectors``."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        geometry: Geometry,
+        origin: tuple[int, int, int],
+        context: LaunchContext,
+    ) -> None:
+        self.kernel, self.geometry, self.context = kernel, geometry, context
+        self.size = geometry.cluster_size
+        self.collectors: dict[tuple[int, str], Any] = {}
+        self.rendezvous: dict[tuple[int, ...], list[Warp]] = {}
+        limit = kernel.compiled.static_smem + geometry.dynamic_smem
+        self.arena = SharedArena(self.size, limit)
+        self.block = np.zeros(CLUSTER_BYTES // 4, np.uint32)
+        self._set("live", self.size * geometry.warps)
+        self._set("size", self.size)
+        self._set("smem_limit", limit)
+        self._set("tmem_columns", CAPACITY.get(context.arch, 0))
+        self.refresh_ranges()
+        self.ctas = [self._cta(rank, origin) for rank in range(self.size)]
+        self.warps = [warp for cta in self.ctas for warp in cta.warps]
+
+    def _set(self, field_name: str, value: int) -> None:
+        self.block[CLUSTER[field_name] // 4] = value
+
+    def refresh_ranges(self) -> None:
+        """Tell native code the registered global ranges, plus windows for generic accesses."""
+        own = [
+            (self.context.params.ctypes.data, self.context.params.size),
+            (self.arena.address, self.arena.bytes.size),
+        ]
+        extra = np.array([(low, low + size) for low, size in own], np.uint64)
+        self._table = np.concatenate([self.context.memory.table, extra])
+        self._set("range_count", len(self._table))
+        self.block[CLUSTER["ranges"] // 4 : CLUSTER["ranges"] // 4 + 2] = np.array(
+            [self._table.ctypes.data], np.uint64
+        ).view(np.uint32)
+
+    def _cta(self, rank: int, origin: tuple[int, int, int]) -> Cta:
+        shape = self.geometry.cluster
+        inside = rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1])
+        coordinates = tuple(o + i for o, i in zip(origin, inside, strict=True))
+        block = np.zeros(CTA_BYTES // 4, np.uint32)
+        block[CTA_LIVE // 4] = self.geometry.warps
+        tmem = TensorMemory(self.context.arch) if self.context.arch in CAPACITY else None
+        lane_bytes = self.kernel.compiled.local_bytes
+        local = np.zeros(max(lane_bytes * LANES * self.geometry.warps, 16) + 64, np.uint8)
+        cta = Cta(rank, coordinates, self, block, tmem, local)  # type: ignore[arg-type]
+        cta.warps = [self._warp(cta, index, inside) for index in range(self.geometry.warps)]
+        return cta
+
+    def _warp(self, cta: Cta, index: int, inside: tuple[int, int, int]) -> Warp:
+        geometry, compiled = self.geometry, self.kernel.compiled
+        state = WarpState(compiled.layout, index)
+        state.set_wide("smem", self.arena.address)
+        state.set_wide("params", self.context.params.ctypes.data)
+        state.set_wide("cluster", self.block.ctypes.data)
+        state.set_wide("cta", cta.block.ctypes.data)
+        state.set_wide("counts", self.context.statistics.counter_address(index))
+        lane_bytes = compiled.local_bytes
+        local = -(-cta.local.ctypes.data // 64) * 64 + index * LANES * lane_bytes
+        state.set_wide("local", local)
+        if cta.tmem is not None:
+            state.set_wide("tmem", cta.tmem.cells.ctypes.data)
+        thread = np.arange(index * LANES, (index + 1) * LANES)
+        live = int(sum(1 << i for i in range(LANES) if thread[i] < geometry.threads))
+        state.set("mask", live)
+        state.set("live", live)
+        bx, by, _ = geometry.block
+        for name, values in (
+            ("tid_x", thread % bx),
+            ("tid_y", thread // bx % by),
+            ("tid_z", thread // (bx * by)),
+        ):
+            first = FIELDS[name] // 4
+            state.u32[first : first + LANES] = values
+        self._specials(state, cta, index, inside)
+        return Warp(state, cta, index)
+
+    def _specials(
+        self, state: WarpState, cta: Cta, index: int, inside: tuple[int, int, int]
+    ) -> None:
+        g = self.geometry
+        cluster_id = [c // s for c, s in zip(cta.coordinates, g.cluster, strict=True)]
+        clusters = [-(-n // s) for n, s in zip(g.grid, g.cluster, strict=True)]
+        vectors = {
+            "%ctaid": cta.coordinates, "%nctaid": g.grid, "%ntid": g.block,
+            "%cluster_ctaid": inside, "%cluster_nctaid": g.cluster,
+            "%clusterid": cluster_id, "%nclusterid": clusters,
+        }  # fmt: skip
+        values = {
+            f"{name}.{axis}": vector[i]
+            for name, vector in vectors.items()
+            for i, axis in enumerate("xyz")
+        }
+        linear = (cta.coordinates[2] * g.grid[1] + cta.coordinates[1]) * g.grid[0]
+        values |= {
+            "%cluster_ctarank": cta.rank,
+            "%cluster_nctarank": self.size,
+            "%warpid": index,
+            "%nwarpid": g.warps,
+            "%smid": (linear + cta.coordinates[0]) % self.context.num_sms,
+            "%nsmid": self.context.num_sms,
+            "%dynamic_smem_size": g.dynamic_smem,
+            "%total_smem_size": self.arena.limit,
+            "%is_explicit_cluster": int(self.size > 1),
+        }
+        assert values.keys() <= set(SPECIALS)
+        for name, value in values.items():
+            state.set_special(name, int(value))
+
+    # -- what units use
+    def smem(self, rank: int) -> NDArray[np.uint8]:
+        """Shared memory of a CTA, uint8[limit] (offset 0 is the start of the window)."""
+        return self.arena.smem(rank)
+
+    def tmem(self, rank: int) -> NDArray[np.uint32]:
+        """Tensor memory of a CTA, uint32[128 lanes, 576 columns]."""
+        tmem = self.ctas[rank].tmem
+        assert tmem is not None
+        return tmem.cells
+
+    def arrive(self, rank: int, offset: int, count: int = 0, tx: int = 0) -> None:
+        """Arrive at the mbarrier at ``offset`` of a CTA, or change its transaction count.
+
+        Raises EmulationError (trap) when the word is no mbarrier or a count leaves its range.
+        """
+        if not (0 <= rank < self.size and 0 <= offset <= self.arena.limit - 8):
+            raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank} does not exist")
+        address = self.arena.address + (rank << RANK_SHIFT) + offset
+        old = runtime().mbarrier_update(address, count, tx, 0)
+        if 0 <= old < 64:
+            raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank}: {FAULTS[old]}")
+
+    def mbarrier_at(self, rank: int, offset: int) -> mbarrier.MbarrierWord | None:
+        """The decoded mbarrier, for reports."""
+        word = self.smem(rank)[offset : offset + 8].view(np.uint64)
+        return mbarrier.unpack(int(word[0]))
+
+
+@dataclass(slots=True)
+class LaunchContext:
+    """What all clusters of a launch share."""
+
+    arch: str
+    memory: GlobalMemory
+    params: NDArray[np.uint8]
+    statistics: Statistics
+    policy: Policy
+    num_sms: int
+    runtime: Runtime
+    _maps: dict[int, bytes] = field(default_factory=dict)
+
+    def tensor_map(self, address: int) -> bytes:
+        """The 128 bytes of a tensor map in the parameter block or in global memory."""
+        raw = self._maps.get(address)
+        if raw is not None:
+            return raw
+        base = int(self.params.ctypes.data)
+        if base <= address and address + 128 <= base + self.params.size:
+            raw = self.params[address - base : address - base + 128].tobytes()
+            self._maps[address] = raw  # parameters do not change while a kernel runs
+            return raw
+        return self.memory.view(address, 128).tobytes()

@@ -1,0 +1,1 @@
+"""The native runtime: functions that compiled kernels call, and their compilation and cache."""

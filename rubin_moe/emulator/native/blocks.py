@@ -1,0 +1,66 @@
+"""Memory blocks that native code and Python share, and the fault codes of native code.
+
+All offsets are bytes. Effects: native code counts every event that another warp could wait for in
+the process-wide counter ``emu.effects``; an emulator that sees the counter stand still while every
+warp waits has found a deadlock.
+"""
+
+from __future__ import annotations
+
+#: One a cluster.
+CLUSTER = {
+    "arrived": 0,  # warps that arrived at the cluster barrier
+    "generation": 4,
+    "live": 8,  # warps that have not exited
+    "size": 12,  # CTAs
+    "smem_limit": 16,  # first illegal shared-memory offset
+    "range_count": 20,
+    "ranges": 24,  # host address of (lo, hi) pairs of legal global memory, sorted
+    "tmem_columns": 32,
+}
+CLUSTER_BYTES = 64
+
+#: One a CTA: live warps, then 16 named barriers of four uint32.
+CTA_LIVE = 0
+CTA_BARRIERS = 16
+BARRIER_BYTES = 16
+NUM_BARRIERS = 16
+BARRIER_ARRIVED, BARRIER_EXPECTED, BARRIER_GENERATION = 0, 4, 8
+CTA_BYTES = CTA_BARRIERS + NUM_BARRIERS * BARRIER_BYTES
+#: ``expected`` of a barrier that waits for every live thread of the CTA.
+ALL_THREADS = 0xFFFFFFFF
+
+#: The scheduler's work list.
+QUEUE = {"count": 0, "cursor": 4, "run": 8, "budget": 16, "rounds": 20, "cluster": 24, "warps": 32}
+
+#: What the scheduler returns besides a warp's Outcome.
+IDLE, SLICED, DONE = 16, 17, 18
+
+FAULTS = {
+    1: "global address outside every registered buffer",
+    2: "misaligned address",
+    3: "shared-memory address outside the CTA's allocation",
+    4: "word is not an initialised mbarrier",
+    5: "mbarrier arrival beyond the expected count",
+    6: "mbarrier transaction count out of range",
+    7: "named barrier used with two different thread counts",
+    8: "trap instruction",
+    9: "local address outside the lane's local memory",
+    10: "named barrier index above 15",
+    11: "tensor-memory address outside the allocation, or lanes of another warp's quarter",
+    12: "mbarrier count out of range",
+}
+(
+    GLOBAL_OUT_OF_BOUNDS,
+    MISALIGNED,
+    SHARED_OUT_OF_BOUNDS,
+    NOT_AN_MBARRIER,
+    MBARRIER_UNDERFLOW,
+    MBARRIER_TX_RANGE,
+    BARRIER_MISMATCH,
+    TRAP_INSTRUCTION,
+    LOCAL_OUT_OF_BOUNDS,
+    BARRIER_INDEX,
+    TMEM_OUT_OF_BOUNDS,
+    MBARRIER_COUNT,
+) = FAULTS

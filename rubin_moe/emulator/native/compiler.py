@@ -1,0 +1,164 @@
+"""LLVM IR text to callable machine code, with objects kept on disk.
+
+The cache folder is ``RUBIN_MOE_EMULATOR_CACHE``, else ``rubin_moe/emulator`` under
+``XDG_CACHE_HOME`` (``~/.cache``); an empty value turns the cache off. Keys hold the text compiled,
+the emulator's source, the CPU and the LLVM version, so nothing stale is ever found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from rubin_moe.emulator.native import control, cvt, functions, library, memory, sync
+
+_RUNTIME_MODULES = (control, memory, sync, cvt, functions)
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Digest of the emulator's own source, CPU and LLVM: part of every cache key."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent.parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
+    digest.update(llvm.get_host_cpu_name().encode())
+    digest.update(llvm.get_host_cpu_features().flatten().encode())
+    return digest.hexdigest()
+
+
+def cache_key(*texts: str) -> str:
+    """Key of something made from ``texts`` by this version of the emulator."""
+    digest = hashlib.sha256(source_hash().encode())
+    for text in texts:
+        digest.update(b"\0" + text.encode())
+    return digest.hexdigest()[:32]
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept, or None when the cache is off."""
+    chosen = os.environ.get("RUBIN_MOE_EMULATOR_CACHE")
+    if chosen is not None:
+        return Path(chosen) if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rubin_moe" / "emulator"
+
+
+def cached(key: str, make: Callable[[], Any]) -> Any:
+    """``make()``, or what an earlier process made for the same key."""
+    folder = cache_folder()
+    if folder is None:
+        return make()
+    path = folder / f"{key}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    value = make()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as stream:
+        stream.write(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    os.replace(stream.name, path)
+    return value
+
+
+@lru_cache(maxsize=1)
+def _initialise() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def _target_machine(opt: int) -> llvm.TargetMachine:
+    _initialise()
+    target = llvm.Target.from_default_triple()
+    features = llvm.get_host_cpu_features().flatten()
+    name = llvm.get_host_cpu_name()
+    return target.create_target_machine(
+        cpu=name, features=features, opt=opt, reloc="pic", codemodel="jitdefault", jit=True
+    )
+
+
+def compile_object(text: str, opt: int) -> bytes:
+    """Machine code (an ELF object) of LLVM IR text; ``opt`` above 1 also runs the IR passes."""
+    _initialise()
+    module = llvm.parse_assembly(text)
+    module.verify()
+    machine = _target_machine(opt)
+    if opt > 1:
+        options = llvm.create_pipeline_tuning_options(speed_level=opt)
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(module, builder)
+    return bytes(machine.emit_object(module))
+
+
+class NativeCode:
+    """A loaded object; functions are looked up by name."""
+
+    def __init__(self, code: bytes) -> None:
+        _initialise()
+        empty = llvm.parse_assembly("")
+        self._engine = llvm.create_mcjit_compiler(empty, _target_machine(0))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+
+    def address(self, name: str) -> int:
+        """Address of a function."""
+        address = int(self._engine.get_function_address(name))
+        if address == 0:
+            raise KeyError(f"native symbol {name!r} is not defined")
+        return address
+
+    def variable(self, name: str) -> int:
+        """Address of a global variable."""
+        return int(self._engine.get_global_value_address(name))
+
+
+class Runtime:
+    """The loaded runtime library; its functions are visible to kernels compiled later."""
+
+    def __init__(self) -> None:
+        key = cache_key("runtime")
+        code = cached(key, lambda: compile_object(library.library_text(), 2))
+        llvm.load_library_permanently("libm.so.6")
+        self._native = NativeCode(code)
+        for name in library.function_names():
+            llvm.add_symbol(name, self._native.address(name))
+        self._effects = ctypes.c_int64.from_address(self._native.variable("emu.effects"))
+        copied = self._native.variable("emu.cp_async_bytes")
+        self._cp_async_bytes = ctypes.c_int64.from_address(copied)
+        self.schedule = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(
+            self._native.address("emu.schedule")
+        )
+        self.mbarrier_update = ctypes.CFUNCTYPE(
+            ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32
+        )(self._native.address("emu.mbarrier_update"))
+
+    @property
+    def effects(self) -> int:
+        """Events so far that another warp may wait for."""
+        return self._effects.value
+
+    @property
+    def cp_async_bytes(self) -> int:
+        """Bytes that ``cp.async`` has written so far in this process."""
+        return self._cp_async_bytes.value
+
+    def count_effect(self) -> None:
+        """Count an event that Python caused."""
+        self._effects.value += 1
+
+
+@lru_cache(maxsize=1)
+def runtime() -> Runtime:
+    """The runtime of this process."""
+    assert _RUNTIME_MODULES
+    return Runtime()

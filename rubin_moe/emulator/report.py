@@ -1,0 +1,155 @@
+"""What a launch did: instruction counts by opcode and warp, bytes moved, MMAs, memory maps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: A warp's role is the first of these of which it executes something.
+_ROLES = (
+    ("mma", ("tcgen05.mma", "wgmma.mma_async")),
+    ("tma load", ("cp.async.bulk.tensor", "cp.async.bulk.shared")),
+    ("gather", ("cp.async.cg", "cp.async.ca")),
+    ("tensor memory store", ("tcgen05.st",)),
+    ("epilogue", ("tcgen05.ld",)),
+)
+
+
+def role_of(opcodes: Counter[str]) -> str:
+    """Role of a warp from what it executed."""
+    for role, prefixes in _ROLES:
+        for opcode, count in opcodes.items():
+            if not count or not opcode.startswith(prefixes):
+                continue
+            if role != "tma load" or ".global.shared" not in opcode:
+                return role
+    return "other"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A named stretch of shared memory (bytes) or tensor memory (columns) of a CTA."""
+
+    start: int
+    size: int
+    use: str
+
+
+class Statistics:
+    """Counters of a running launch; native code counts segments, units count the rest."""
+
+    def __init__(self, warps: int, segments: int) -> None:
+        self.segments: NDArray[np.int64] = np.zeros((warps, segments + 1), np.int64)
+        self.bytes: Counter[str] = Counter()
+        self.mma_count = 0
+        self.mma_macs = 0
+        self.smem_places: set[Place] = set()
+        self.tmem_places: set[Place] = set()
+        self.peak_tmem_columns = 0
+
+    def counter_address(self, warp: int) -> int:
+        """Host address of a warp's segment counters."""
+        return int(self.segments[warp].ctypes.data)
+
+    def opcodes(self, warp: int, contents: tuple[tuple[tuple[str, int], ...], ...]) -> Counter[str]:
+        """Instructions executed by warps of this index, by opcode."""
+        out: Counter[str] = Counter()
+        for times, opcodes in zip(self.segments[warp].tolist(), contents, strict=False):
+            if times:
+                for opcode, count in opcodes:
+                    out[opcode] += times * count
+        return out
+
+
+@dataclass(slots=True)
+class Report:
+    """Summary of a finished launch.
+
+    ``instructions`` are warp instructions issued (guards included) by opcode; ``roles`` the same by
+    warp role; ``bytes`` by kind of copy; ``mma_macs`` counts padded multiply-adds, and
+    ``useful_macs`` those of the problem where the caller gave them.
+    """
+
+    kernel: str
+    target: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    instructions: dict[str, int]
+    roles: dict[str, dict[str, int]]
+    warps: dict[str, list[int]]
+    bytes: dict[str, int]
+    mma_count: int
+    mma_macs: int
+    useful_macs: int | None
+    peak_tmem_columns: int
+    smem_map: list[Place] = field(default_factory=list)
+    tmem_map: list[Place] = field(default_factory=list)
+    seconds: float = 0.0
+    outcome: str = "done"
+
+    @property
+    def warp_instructions(self) -> int:
+        """Warp instructions issued."""
+        return sum(self.instructions.values())
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self) | {"warp_instructions": self.warp_instructions}, indent=1)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kernel} ({self.target}): {self.outcome}",
+            f"  grid {self.grid} block {self.block} cluster {self.cluster} "
+            f"shared {self.shared_bytes} B",
+            f"  {self.warp_instructions:,} warp instructions in {self.seconds:.3f} s on the CPU",
+        ]
+        for role, opcodes in self.roles.items():
+            top = sorted(opcodes.items(), key=lambda item: -item[1])[:4]
+            shown = ", ".join(f"{name} {count:,}" for name, count in top)
+            lines.append(f"  {role} (warps {self.warps[role]}): {sum(opcodes.values()):,}: {shown}")
+        for kind, count in sorted(self.bytes.items()):
+            lines.append(f"  {kind}: {count:,} B")
+        if self.mma_count:
+            share = ""
+            if self.useful_macs is not None and self.mma_macs:
+                share = f", {100 * self.useful_macs / self.mma_macs:.1f} % useful"
+            lines.append(f"  {self.mma_count:,} MMAs, {self.mma_macs:,} multiply-adds{share}")
+        if self.peak_tmem_columns:
+            lines.append(f"  {self.peak_tmem_columns} tensor-memory columns at the peak")
+        for name, places in (("shared memory", self.smem_map), ("tensor memory", self.tmem_map)):
+            if places:
+                lines.append(f"  {name}:")
+                lines += [f"    {p.start:7d} +{p.size:<6d} {p.use}" for p in places]
+        return "\n".join(lines)
+
+
+def summarise(statistics: Statistics, contents: Any, head: dict[str, Any]) -> Report:
+    """Build the report; ``head`` holds its descriptive fields."""
+    total: Counter[str] = Counter()
+    roles: dict[str, Counter[str]] = {}
+    warps: dict[str, list[int]] = {}
+    for warp in range(len(statistics.segments)):
+        opcodes = statistics.opcodes(warp, contents)
+        role = role_of(opcodes)
+        roles.setdefault(role, Counter()).update(opcodes)
+        warps.setdefault(role, []).append(warp)
+        total.update(opcodes)
+    return Report(
+        instructions=dict(total.most_common()),
+        roles={role: dict(c.most_common()) for role, c in roles.items()},
+        warps=warps,
+        bytes=dict(statistics.bytes),
+        mma_count=statistics.mma_count,
+        mma_macs=statistics.mma_macs,
+        peak_tmem_columns=statistics.peak_tmem_columns,
+        smem_map=sorted(statistics.smem_places),
+        tmem_map=sorted(statistics.tmem_places),
+        **head,
+    )

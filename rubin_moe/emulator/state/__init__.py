@@ -1,0 +1,1 @@
+"""Machine state: warp registers, memories, barriers, tensor memory, tensor maps."""
