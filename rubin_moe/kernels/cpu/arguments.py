@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+import ctypes
+
 from llvmlite import ir
 
 from rubin_moe.kernels.cpu.ir import I64, PTR, Function, Value
 
-_SLOTS = (
+_NUMBERS = (
     # a call's tensors
     *("x", "ids", "weights", "expert_map", "out"),
     # workspace
@@ -19,41 +20,29 @@ _SLOTS = (
     # sizes
     *("num_tokens", "top_k", "hidden", "intermediate", "num_experts", "num_global", "block"),
     *("ids_wide", "weight_on_input", "tiles_per_item", "gemm"),
-    # of the activation, float32
-    *("limit", "alpha", "beta"),
     # results
     *("num_active", "num_groups", "bad_id", "bad_count"),
 )
+_ACTIVATION = ("limit", "alpha", "beta")
 COUNTERS = ("pack", "fc1", "fc2", "reduce")
-_LINE = 64
-_COUNTERS_AT = -(-len(_SLOTS) * 8 // _LINE) * _LINE
+"""Of the stages that threads share work of."""
+
+
+class Block(ctypes.Structure):
+    """Addresses and sizes as int64, the activation's numbers as float32, work counters."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        *((name, ctypes.c_float) for name in _ACTIVATION),
+        ("apart", ctypes.c_char * 64),
+        # each counter on a cache line of its own
+        *((name, ctypes.c_int64 * 8) for name in COUNTERS),
+    )
 
 
 def offset(name: str) -> int:
-    """Byte offset of a slot, or of a work counter (each on a cache line of its own)."""
-    if name in COUNTERS:
-        return _COUNTERS_AT + _LINE * COUNTERS.index(name)
-    return 8 * _SLOTS.index(name)
-
-
-class Arguments:
-    """The block as Python writes it."""
-
-    def __init__(self) -> None:
-        self._words = np.zeros((_COUNTERS_AT + _LINE * len(COUNTERS)) // 8, dtype=np.int64)
-        self._floats = self._words.view(np.float32)
-        self.address = self._words.ctypes.data
-
-    def set(self, **values: int) -> None:
-        for name, value in values.items():
-            self._words[_SLOTS.index(name)] = value
-
-    def set_float(self, **values: float) -> None:
-        for name, value in values.items():
-            self._floats[2 * _SLOTS.index(name)] = value
-
-    def get(self, name: str) -> int:
-        return int(self._words[_SLOTS.index(name)])
+    """Bytes from the start of the block."""
+    return int(getattr(Block, name).offset)
 
 
 class Slots:

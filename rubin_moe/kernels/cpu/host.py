@@ -12,6 +12,7 @@ activations.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,7 +25,7 @@ from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import BlockFormat
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.cpu import decode, isa, threads
-from rubin_moe.kernels.cpu.arguments import Arguments
+from rubin_moe.kernels.cpu.arguments import COUNTERS, Block
 from rubin_moe.kernels.cpu.gemm import gemm_module
 from rubin_moe.kernels.cpu.isa import Isa
 from rubin_moe.kernels.cpu.jit import Library
@@ -120,6 +121,26 @@ class CpuKernel:
         )
         self._code = code_for(self.variant, problem.weight_format)
         self._zeros = torch.zeros(max(problem.hidden, 2 * problem.intermediate))
+        self._constants = self._problem_block()
+
+    def _problem_block(self) -> Block:
+        """What is the same in every call."""
+        p, act = self.problem, self.problem.activation
+        return Block(
+            top_k=p.top_k,
+            hidden=p.hidden,
+            intermediate=p.intermediate,
+            num_experts=p.num_experts,
+            num_global=p.global_num_experts,
+            block=p.weight_format.sf_vec_size,
+            weight_on_input=p.router_weight_on_input,
+            tiles_per_item=TILES_PER_ITEM,
+            gemm=self._code.gemm_table.ctypes.data,
+            zeros=self._zeros.data_ptr(),
+            limit=float("inf") if act.limit is None else act.limit,
+            alpha=act.alpha,
+            beta=act.beta,
+        )
 
     def prepare(self, weights: ExpertWeights) -> CpuExperts:
         p = self.problem
@@ -218,47 +239,42 @@ class CpuKernel:
         out: Tensor,
     ) -> None:
         p, m = self.problem, x.shape[0]
-        args, zeros = Arguments(), self._zeros.data_ptr()
-        args.set(
-            x=x.data_ptr(), ids=ids.data_ptr(), weights=weights.data_ptr(), out=out.data_ptr(),
-            expert_map=0 if expert_map is None else expert_map.data_ptr(), zeros=zeros,
-            num_tokens=m, top_k=p.top_k, hidden=p.hidden, intermediate=p.intermediate,
-            num_experts=p.num_experts, num_global=p.global_num_experts,
-            block=p.weight_format.sf_vec_size,
-            ids_wide=int(ids.dtype == torch.int64), weight_on_input=int(p.router_weight_on_input),
-            tiles_per_item=TILES_PER_ITEM, gemm=self._code.gemm_table.ctypes.data,
-        )  # fmt: skip
-        for suffix, w in (("13", prepared.w13), ("2", prepared.w2)):
-            args.set(
-                **{
-                    f"codes{suffix}": w.codes.data_ptr(),
-                    f"scales{suffix}": w.scales.data_ptr(),
-                    f"dec{suffix}": w.dec.data_ptr(),
-                    f"bias{suffix}": zeros if w.bias is None else w.bias.data_ptr(),
-                    f"bias{suffix}_stride": 0 if w.bias is None else w.bias.shape[1],
-                }
-            )
-        act = p.activation
-        limit = float("inf") if act.limit is None else act.limit
-        args.set_float(limit=limit, alpha=act.alpha, beta=act.beta)
-        args.set(**self._workspace(m * p.top_k))
-        self._run_stages(args, m)
+        block = Block.from_buffer_copy(self._constants)
+        block.num_tokens = m
+        block.x, block.out = x.data_ptr(), out.data_ptr()
+        block.ids, block.weights = ids.data_ptr(), weights.data_ptr()
+        block.ids_wide = ids.dtype == torch.int64
+        if expert_map is not None:
+            block.expert_map = expert_map.data_ptr()
+        w13, w2 = prepared.w13, prepared.w2
+        block.codes13, block.scales13 = w13.codes.data_ptr(), w13.scales.data_ptr()
+        block.codes2, block.scales2 = w2.codes.data_ptr(), w2.scales.data_ptr()
+        block.dec13, block.dec2 = w13.dec.data_ptr(), w2.dec.data_ptr()
+        block.bias13 = block.bias2 = block.zeros
+        if w13.bias is not None:
+            block.bias13, block.bias13_stride = w13.bias.data_ptr(), w13.bias.shape[1]
+        if w2.bias is not None:
+            block.bias2, block.bias2_stride = w2.bias.data_ptr(), w2.bias.shape[1]
+        for name, address in self._workspace(m * p.top_k).items():
+            setattr(block, name, address)
+        self._run_stages(block)
 
-    def _run_stages(self, args: Arguments, m: int) -> None:
-        stages, count = self._code.stages, threads.num_threads()
-        threads.call(stages["group"], args.address)
-        if args.get("bad_count"):
+    def _run_stages(self, block: Block) -> None:
+        p, stages, count = self.problem, self._code.stages, threads.num_threads()
+        address = ctypes.addressof(block)
+        threads.call(stages["group"], address)
+        if block.bad_count:
             raise ValueError(
-                f"topk_ids: {args.get('bad_count')} ids are no expert, such as "
-                f"{args.get('bad_id')}; ids are -1 or below {self.problem.global_num_experts}, "
-                f"and this rank has {self.problem.num_experts} experts"
+                f"topk_ids: {block.bad_count} ids are no expert, such as {block.bad_id}; ids are "
+                f"-1 or below {p.global_num_experts}, and this rank has {p.num_experts} experts"
             )
-        serial = {"pack": m == 1, "reduce": m * self.problem.hidden < SERIAL_REDUCE}
-        for stage in ("pack", "fc1", "fc2", "reduce"):
+        m = block.num_tokens
+        serial = {"pack": m == 1, "reduce": m * p.hidden < SERIAL_REDUCE}
+        for stage in COUNTERS:
             if count == 1 or serial.get(stage, False):
-                threads.call(stages[stage], args.address)
+                threads.call(stages[stage], address)
             else:
-                threads.launcher()(stages[stage], args.address, count)
+                threads.launcher()(stages[stage], address, count)
 
 
 def _tiles(weights: ExpertWeights, name: str, w: ProjectionWeights, factor: float) -> Projection:
