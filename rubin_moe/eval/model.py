@@ -13,6 +13,7 @@ from rubin_moe.errors import ConfigError
 from rubin_moe.layers.experts import MoEExperts
 
 _OURS = "rubin_moe"
+_ATTRIBUTE = "rubin_moe_layer"
 
 
 class SwitchableModel:
@@ -38,9 +39,7 @@ class SwitchableModel:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.model.to(device).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._names = {id(module): name for name, module in self.model.named_modules()}
-        self._layers: Mapping[str, MoEExperts] = {}
-        ALL_EXPERTS_FUNCTIONS.register(_OURS, self._forward)
+        ALL_EXPERTS_FUNCTIONS.register(_OURS, _run_ours)
 
     def use_own(self) -> None:
         """The reference's own experts."""
@@ -52,16 +51,18 @@ class SwitchableModel:
         Raises:
             ConfigError: a layer that the model does not have, or lacks one of the model's.
         """
-        theirs = {name for name in self._names.values() if name.endswith(".experts")}
-        if theirs != set(layers):
-            odd = sorted(theirs ^ set(layers))
+        theirs = {n: m for n, m in self.model.named_modules() if n.endswith(".experts")}
+        if theirs.keys() != layers.keys():
+            odd = sorted(theirs.keys() ^ layers.keys())
             raise ConfigError(
                 f"the reference has {len(theirs)} layers of experts, the checkpoint {len(layers)}; "
                 f"in one of them only: {', '.join(odd[:4])}"
             )
-        self._layers = layers
+        for name, module in theirs.items():
+            setattr(module, _ATTRIBUTE, layers[name])
         self.model.set_experts_implementation(_OURS)
 
-    def _forward(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        layer = self._layers[self._names[id(module)]]
-        return layer(x.contiguous(), ids, weights.float())
+
+def _run_ours(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    layer: MoEExperts = getattr(module, _ATTRIBUTE)
+    return layer(x.contiguous(), ids, weights.float())

@@ -116,7 +116,7 @@ def evaluate(
         for activations in ACTIVATION_FORMATS:
             if wanted.activations and activations not in wanted.activations:
                 continue
-            problem = _problem(evaluation, checkpoint, held, activations)
+            problem = problem_in(evaluation.model, checkpoint, held, activations)
             backends, reasons = _backends(problem, target, wanted.backends)
             if not backends:
                 refusal = {"weights": held.fmt.name, "activations": activations, "reasons": reasons}
@@ -125,8 +125,8 @@ def evaluate(
             for backend in backends:
                 head = _head(checkpoint, stored.name, variant, held, activations, backend)
                 progress(" ".join(str(head[k]) for k in HEAD))
-                row = _run(evaluation, held, problem, target, backend)
-                result.rows.append({**head, **row, **held.losses()})
+                evaluation.model.use(layers_of(held, problem, target, backend))
+                result.rows.append({**head, **evaluation.measure(), **held.losses()})
     return result
 
 
@@ -147,18 +147,19 @@ def _head(
     return {**dict(zip(HEAD, values, strict=True)), "forced": held.forced}
 
 
-def _problem(
-    evaluation: Evaluation,
+def problem_in(
+    model: SwitchableModel,
     checkpoint: ModelCheckpoint,
     held: HeldExperts,
     activations: ActivationFormat,
 ) -> MoEProblem:
-    config = evaluation.model.model.config.get_text_config()
+    """What the experts of ``model`` compute with these weights."""
+    config = model.model.config.get_text_config()
     return problem_of(
         next(iter(held.layers.values())),
         top_k=config.num_experts_per_tok,
         activation=activation_from_config(checkpoint.config),
-        dtype=evaluation.model.model.dtype,
+        dtype=model.model.dtype,
         activation_format=activations,
     )
 
@@ -181,13 +182,8 @@ def _backends(
     return able, reasons
 
 
-def _run(
-    evaluation: Evaluation, held: HeldExperts, problem: MoEProblem, target: Target, backend: str
-) -> Row:
-    evaluation.model.use(
-        {
-            name: MoEExperts(weights, problem, target, backend)
-            for name, weights in held.layers.items()
-        }
-    )
-    return evaluation.measure()
+def layers_of(
+    held: HeldExperts, problem: MoEProblem, target: Target, backend: str | None = None
+) -> dict[str, MoEExperts]:
+    """All layers of one variant on one backend, for `SwitchableModel.use`."""
+    return {name: MoEExperts(w, problem, target, backend) for name, w in held.layers.items()}
