@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rubin_moe.emulator.async_ops import DelayPolicy, ImmediatePolicy
 from rubin_moe.emulator.compile import Kernel, Module, load_ptx
-from rubin_moe.emulator.forms import UnsupportedInstruction
+from rubin_moe.emulator.forms import UnsupportedInstructionError
 from rubin_moe.emulator.launch import Device, LaunchError
 from rubin_moe.emulator.machine import EmulationError
 from rubin_moe.emulator.ptx import PtxSyntaxError
@@ -25,6 +25,6 @@ __all__ = [
     "Module",
     "PtxSyntaxError",
     "Report",
-    "UnsupportedInstruction",
+    "UnsupportedInstructionError",
     "load_ptx",
 ]

@@ -1,10 +1,11 @@
 """Asynchronous operations: objects with an issue and a completion, performed by a policy.
 
 An instruction that the hardware performs asynchronously becomes an :class:`AsyncOperation` when it
-issues. A policy decides when its effects on memory happen (``perform``) and when they are announced
-(``complete``: arrivals on mbarriers, the end of a bulk group). :class:`ImmediatePolicy` does both at
-issue, which is a legal execution of a correctly synchronised kernel and hides missing waits.
-:class:`DelayPolicy` holds operations back and reorders them within what the pipes keep in order.
+issues. A policy decides when its effects on memory happen (``perform``) and when they are
+announced (``complete``: arrivals on mbarriers, the end of a bulk group). :class:`ImmediatePolicy`
+does both at issue, which is a legal execution of a correctly synchronised kernel and hides missing
+waits. :class:`DelayPolicy` holds operations back and reorders them within what the pipes keep in
+order.
 """
 
 from __future__ import annotations

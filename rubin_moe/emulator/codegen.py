@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rubin_moe.emulator.forms import Family, UnsupportedInstruction
+from rubin_moe.emulator.forms import Family, UnsupportedInstructionError
 from rubin_moe.emulator.lower import UNIT_FAMILIES, Lowered, Segment, branch_target, registers_in
 from rubin_moe.emulator.native.ir import (
     I1,
@@ -85,9 +85,9 @@ class Emitter:
         self.b.set_field(self.S, FIELDS[name], value)
 
     # -- refusals and faults
-    def refuse(self, reason: str) -> UnsupportedInstruction:
+    def refuse(self, reason: str) -> UnsupportedInstructionError:
         """The error for the current instruction."""
-        return UnsupportedInstruction(self.ins.opcode, self.ins.line, reason)
+        return UnsupportedInstructionError(self.ins.opcode, self.ins.line, reason)
 
     def trap_unless(self, ok: Val) -> None:
         """Stop the warp with the fault in its state unless the scalar i1 holds."""

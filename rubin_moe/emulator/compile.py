@@ -126,7 +126,7 @@ def _directive(entry: Entry, name: str) -> tuple[int, ...]:
 
 
 def compile_entry(module: PtxModule, entry: Entry, deferred: bool) -> CompiledEntry:
-    """Compile one entry. Raises UnsupportedInstruction by name and line."""
+    """Compile one entry. Raises UnsupportedInstructionError by name and line."""
     lowered = lower(entry)
     symbols, dynamic, align = _plan_symbols(module, entry)
     code = compile_object(generate(lowered, symbols, EMITTERS, deferred), _OPT_LEVEL)
@@ -204,8 +204,8 @@ def load_ptx(text: str, deferred: bool = False) -> Module:
     """Load PTX text.
 
     ``deferred`` compiles waits and asynchronous copies so that a policy may delay them. Raises
-    PtxSyntaxError or UnsupportedInstruction (both ValueError) that name the line, before anything
-    runs.
+    PtxSyntaxError or UnsupportedInstructionError (both ValueError) that name the line, before
+    anything runs.
     """
     key = cache_key("module", str(deferred), text)
     compiled = cached(key, lambda: _compile_module(text, deferred))

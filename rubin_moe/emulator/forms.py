@@ -15,8 +15,10 @@ import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from rubin_moe.emulator.errors import EmulatorError
 
-class UnsupportedInstruction(ValueError):
+
+class UnsupportedInstructionError(EmulatorError, ValueError):
     """An instruction outside the table; names the opcode and its line."""
 
     def __init__(self, opcode: str, line: int, reason: str = "") -> None:
@@ -54,6 +56,7 @@ _CACHE = (
 _ATOM_ORDER = "[{.relaxed,.acquire,.release,.acq_rel}][{.cta,.cluster,.gpu,.sys}]"
 _ATOM_SPACE = "[{.global,.shared,.shared::cta,.shared::cluster}]"
 _ATOM_HEAD = _ATOM_ORDER + _ATOM_SPACE
+_ATOM_SCOPED = _ATOM_SPACE + "[{.cta,.cluster,.gpu,.sys}][{.relaxed,.acquire,.release,.acq_rel}]"
 _ATOM_OPS = (
     ".{add.{u32,s32,u64,s64,f32,f64,noftz.f16x2,noftz.bf16x2},{min,max}.{u32,s32,u64,s64},"
     "{and,or,xor,exch,cas}.{b32,b64},{inc,dec}.u32}[.L2::cache_hint]"
@@ -73,7 +76,8 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         bfind[.shiftamt].{{u,s}}{{32,64}} prmt.b32 szext.{{clamp,wrap}}.{{u,s}}32
         bmsk.{{clamp,wrap}}.b32"""),
     (Family("float"), f"""
-        {{add,sub,mul}}[.rn][.ftz][.sat].f32 {{add,sub,mul}}[.rn].f64 {{add,sub,mul}}[.rn][.ftz].f32x2
+        {{add,sub,mul}}[.rn][.ftz][.sat].f32 {{add,sub,mul}}[.rn].f64
+        {{add,sub,mul}}[.rn][.ftz].f32x2
         fma.rn[.ftz][.sat].f32 fma.rn.f64 fma.rn[.ftz].f32x2 {{add,sub,mul}}[.rn][.ftz].{_HALF}
         {{add,sub}}.rn.f32.{{f16,bf16}} fma.rn.f32.{{f16,bf16}}
         fma.rn[.ftz][.relu].{_HALF} {{neg,abs}}[.ftz].f32 {{neg,abs}}.f64 {{neg,abs}}[.ftz].{_HALF}
@@ -103,7 +107,8 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         cvt.rn.bf16.{u,s}{8,16,32,64} cvt.{rni,rzi,rmi,rpi}[.ftz][.sat].{u,s}{8,16,32,64}.f{32,64}
         cvt.{rni,rzi,rmi,rpi}.{u,s}{8,16,32,64}.{f16,bf16}
         cvt.{rni,rzi,rmi,rpi}[.ftz].f32.f32 cvt[.ftz][.sat].f32.f32 cvt[.rn].f32.f64
-        cvt[.ftz].f64.f32 cvt[.ftz].f32.{f16,bf16} cvt.{rn,rz}[.relu][.satfinite].bf16.f32
+        cvt[.ftz].f64.f32 cvt[.ftz].f32.{f16,bf16} cvt[.rn].{bf16,f16}.{f16,bf16}
+        cvt.{rn,rz}[.relu][.satfinite].bf16.f32
         cvt.{rn,rz}[.ftz][.relu].f16.f32 cvt.{rn,rz}[.relu][.satfinite].{bf16x2,f16x2}.f32"""),
     (Family("convert_small"), """
         cvt.rn.satfinite[.relu].{e4m3x2,e5m2x2,e2m1x2,e2m3x2,e3m2x2}.f32
@@ -116,9 +121,12 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         ld.param[{{.v2,.v4}}].{_MEM} ld{_ORDER}{_SPACE}{_CACHE}[{{.v2,.v4,.v8}}].{_MEM}
         ld.const[{{.v2,.v4}}].{_MEM} ldu.global[{{.v2,.v4}}].{_MEM}"""),
     (Family("store", dests=0), f"st{_STORE_ORDER}{_SPACE}{_CACHE}[{{.v2,.v4,.v8}}].{_MEM}"),
-    (Family("atomic"), f"atom{_ATOM_HEAD}{_ATOM_OPS} atom{_ATOM_SPACE}{_ATOM_ORDER}{_ATOM_OPS}"),
+    (Family("atomic"), f"""
+        atom{_ATOM_HEAD}{_ATOM_OPS} atom{_ATOM_SPACE}{_ATOM_ORDER}{_ATOM_OPS}
+        atom{_ATOM_SCOPED}{_ATOM_OPS}"""),
     (Family("reduce", dests=0), f"""
         red{_ATOM_HEAD}{_ATOM_OPS} red{_ATOM_SPACE}{_ATOM_ORDER}{_ATOM_OPS}
+        red{_ATOM_SCOPED}{_ATOM_OPS}
         red{_ATOM_ORDER}.global[.v{{2,4,8}}].add[.noftz].{{f32,bf16x2,f16x2}}
         red.async{_ATOM_ORDER}.global.add.{{s32,u32,u64}}"""),
     (Family("cp_async", dests=0), """
@@ -135,7 +143,8 @@ _TABLE: tuple[tuple[Family, str], ...] = (
     (Family("warp_mask"), "activemask.b32"),
     (Family("warp_barrier", dests=0, sync=True), "bar.warp.sync"),
     (Family("transpose", sync=True), "movmatrix.sync.aligned.m8n8.trans.b16"),
-    (Family("matrix_load", sync=True), "ldmatrix.sync.aligned.m8n8.{x1,x2,x4}[.trans].shared[::cta].b16"),
+    (Family("matrix_load", sync=True),
+        "ldmatrix.sync.aligned.m8n8.{x1,x2,x4}[.trans].shared[::cta].b16"),
     (Family("matrix_store", dests=0, sync=True),
         "stmatrix.sync.aligned.m8n8.{x1,x2,x4}[.trans].shared[::cta].b16"),
     (Family("barrier", dests=0, sync=True, leaves=True),
@@ -148,11 +157,12 @@ _TABLE: tuple[tuple[Family, str], ...] = (
     (Family("mbarrier_arrive"), """
         mbarrier.{arrive,arrive_drop}[.expect_tx][{.release,.relaxed}][{.cta,.cluster}]
         [.shared[::{cta,cluster}]].b64 mbarrier.arrive.noComplete[.shared[::cta]].b64"""
-        .replace("\n        [", "[")),
+        ),
     (Family("mbarrier_tx", dests=0), """
         mbarrier.{expect_tx,complete_tx}[.relaxed][{.cta,.cluster}][.shared[::{cta,cluster}]].b64"""),
     (Family("mbarrier_wait", retry=True),
-        "mbarrier.{try_wait,test_wait}[.parity][{.acquire,.relaxed}][{.cta,.cluster}][.shared[::cta]].b64"),
+        "mbarrier.{try_wait,test_wait}[.parity][{.acquire,.relaxed}][{.cta,.cluster}]"
+        "[.shared[::cta]].b64"),
     (Family("hint", dests=0), """
         fence[.proxy.{alias,async[.{global,shared::{cta,cluster}}],tensormap::generic.{acquire,
         release}.{cta,cluster,gpu,sys}}] fence.{sc,acq_rel,acquire,release}.{cta,cluster,gpu,sys}
@@ -160,7 +170,8 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         prefetch.{tensormap,param.tensormap,global.{L1,L2}} prefetchu.L1
         cp.async.bulk.prefetch.L2.global[.L2::cache_hint] griddepcontrol.launch_dependents
         setmaxnreg.{inc,dec}.sync.aligned.u32 wgmma.fence.sync.aligned
-        tcgen05.fence::{before,after}_thread_sync discard.global.L2 applypriority.global.L2::evict_normal
+        tcgen05.fence::{before,after}_thread_sync discard.global.L2
+        applypriority.global.L2::evict_normal
         createpolicy.fractional.L2::evict_{last,normal,first,unchanged}[.L2::evict_unchanged].b64"""),
     (Family("sleep", dests=0), "nanosleep.u32"),
     (Family("branch", dests=0), "bra[.uni]"),
@@ -174,7 +185,7 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         cp.reduce.async.bulk.global.shared::cta.bulk_group[.L2::cache_hint].{{add[.noftz],min,max,
         and,or,xor,inc,dec}}.{{u32,s32,u64,s64,b32,b64,f16,bf16,f32,f64}}
         cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{{add,min,max,
-        and,or,xor,inc,dec}}.{{u32,s32,u64,b32}}""".replace("\n        [", "[")),
+        and,or,xor,inc,dec}}.{{u32,s32,u64,b32}}"""),
     (Family("bulk_tensor", dests=0, leaves=True), f"""
         cp.async.bulk.tensor.{{1,2,3,4,5}}d.{_CLUSTER_DST}.global[.tile[::gather4]]
         .mbarrier::complete_tx::bytes[.multicast::cluster][.L2::cache_hint]
@@ -183,7 +194,7 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         [.L2::cache_hint]
         cp.reduce.async.bulk.tensor.{{1,2,3,4,5}}d.global.shared::cta.{{add,min,max,and,or,xor,inc,
         dec}}[.tile].bulk_group[.L2::cache_hint]
-        """.replace("\n        [", "[").replace("\n        .", ".")),
+        """),
     (Family("bulk_group", dests=0, leaves=True),
         "cp.async.bulk.{commit_group,wait_group[.read]}"),
     (Family("async_store", dests=0, leaves=True), """
@@ -200,20 +211,20 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         tcgen05.ld.sync.aligned.16x32bx2.x{1,2,4,8,16,32,64,128}[.pack::16b].b32"""),
     (Family("tmem_store", dests=0, sync=True, leaves=True), """
         tcgen05.st.sync.aligned.{32x32b,16x64b,16x128b,16x256b,16x32bx2}.x{1,2,4,8,16,32,64,128}
-        [.unpack::16b].b32""".replace("\n        [", "[")),
+        [.unpack::16b].b32"""),
     (Family("tmem_copy", dests=0, leaves=True), """
         tcgen05.cp.cta_group::{1,2}.{128x256b,4x256b,128x128b,64x128b.warpx2::02_13,
         64x128b.warpx2::01_23,32x128b.warpx4}[.b8x16.{b6x16_p32,b4x16_p64}]
         tcgen05.shift.cta_group::{1,2}.down"""),
     (Family("tmem_commit", dests=0, leaves=True), """
         tcgen05.commit.cta_group::{1,2}.mbarrier::arrive::one[.shared::cluster][.multicast::cluster]
-        .b64""".replace("\n        .", ".")),
+        .b64"""),
     (Family("tcgen05_mma", dests=0, leaves=True), """
         tcgen05.mma.cta_group::{1,2}.kind::{mxf8f6f4,mxf4,mxf4nvf4}.block_scale
         [.{scale_vec::{1X,2X,4X},block16,block32}][.collector::a::{fill,use,lastuse,discard}]
         [.collector::b::{fill,use,lastuse,discard}]
         tcgen05.mma.cta_group::{1,2}.kind::{f16,tf32,f8f6f4,i8}[.collector::a::{fill,use,lastuse,
-        discard}]""".replace("\n        [", "[").replace("\n        .", ".")),
+        discard}]"""),
     (Family("wgmma", sync=True, leaves=True, reads_dest=True), """
         wgmma.mma_async.sync.aligned.m64n{8,16,24,32,40,48,56,64,72,80,88,96,104,112,120,128,136,144,
         152,160,168,176,184,192,200,208,216,224,232,240,248,256}k{8,16,32}.{f32,f16,s32}.{f16.f16,
@@ -224,7 +235,7 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         mma.sync.aligned.{m16n8k16,m16n8k8,m16n8k32,m16n8k4,m8n8k4,m16n8k64}.row.col[.kind::f8f6f4]
         .{f32.{f16,bf16,tf32,e4m3,e5m2}.{f16,bf16,tf32,e4m3,e5m2}.f32,f16.f16.f16.f16,
         s32.{s8,u8}.{s8,u8}.s32} mma.sync.aligned.{m16n8k16,m16n8k32,m8n8k16}.row.col.satfinite
-        .s32.{s8,u8}.{s8,u8}.s32""".replace("\n        .", ".")),
+        .s32.{s8,u8}.{s8,u8}.s32"""),
 )  # fmt: skip
 
 
@@ -238,7 +249,8 @@ def _regex(pattern: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Patterns separated by white space outside braces; white space inside them is dropped."""
+    """Patterns separated by white space outside braces; white space inside them is dropped, and
+    a piece that starts with ``.`` or ``[`` continues the pattern before it."""
     patterns, current, depth = [], "", 0
     for char in text:
         if char.isspace():
@@ -246,6 +258,8 @@ def _split(text: str) -> list[str]:
                 patterns.append(current)
                 current = ""
             continue
+        if not current and patterns and char in ".[":
+            current = patterns.pop()  # no opcode starts so: the pattern goes on
         depth += (char in "{[") - (char in "}]")
         current += char
     return [*patterns, current] if current else patterns

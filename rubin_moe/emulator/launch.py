@@ -4,7 +4,8 @@ A :class:`Device` holds global memory (registered host buffers at their own addr
 launches one after another; all of them see the same memory. Contract with the functional units in
 ``isa/``: global memory is ``GlobalMemory.view(address, nbytes)``; a cluster gives ``smem(rank)``
 (uint8 bytes, offset 0 is the start of the window, its first 1024 bytes reserved), ``tmem(rank)``
-(uint32 [128 lanes, 576 columns]) and ``size``; a shared::cluster address is ``offset | rank << 24``.
+(uint32 [128 lanes, 576 columns]) and ``size``; a shared::cluster address is
+``offset | rank << 24``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from rubin_moe.emulator.async_ops import DelayPolicy, ImmediatePolicy, Policy
 from rubin_moe.emulator.compile import RESERVED_SMEM, CompiledEntry, Kernel, Module
+from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.machine import Geometry, LaunchContext
 from rubin_moe.emulator.native.compiler import runtime
 from rubin_moe.emulator.ptx.ast import Param
@@ -39,7 +41,7 @@ _MAX_THREADS = 1024
 Dims = Sequence[int] | int
 
 
-class LaunchError(ValueError):
+class LaunchError(EmulatorError, ValueError):
     """A launch that a driver would refuse; the message names the limit."""
 
 

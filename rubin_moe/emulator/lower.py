@@ -10,8 +10,9 @@ state block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-from rubin_moe.emulator.forms import Family, UnsupportedInstruction, family_of
+from rubin_moe.emulator.forms import Family, UnsupportedInstructionError, family_of
 from rubin_moe.emulator.ptx.ast import (
     TYPE_BITS,
     Entry,
@@ -87,12 +88,12 @@ def defs_and_uses(ins: Instruction, family: Family, entry: Entry) -> tuple[list[
 
 
 def check_forms(entry: Entry) -> list[Family]:
-    """The family of every instruction; raises UnsupportedInstruction for the first outside."""
+    """The family of every instruction; raises UnsupportedInstructionError for the first outside."""
     families = []
     for ins in entry.instructions:
         family = family_of(ins.opcode)
         if family is None:
-            raise UnsupportedInstruction(ins.opcode, ins.line)
+            raise UnsupportedInstructionError(ins.opcode, ins.line)
         families.append(family)
     return families
 
@@ -101,7 +102,9 @@ def branch_target(ins: Instruction, entry: Entry) -> int:
     """Instruction index that a ``bra`` goes to."""
     target = ins.operands[0]
     if not isinstance(target, Sym) or target.name not in entry.labels:
-        raise UnsupportedInstruction(ins.opcode, ins.line, f"label {target} is not in the kernel")
+        raise UnsupportedInstructionError(
+            ins.opcode, ins.line, f"label {target} is not in the kernel"
+        )
     return entry.labels[target.name]
 
 
@@ -116,7 +119,7 @@ def _cut(entry: Entry, families: list[Family]) -> tuple[list[tuple[int, int]], s
         if family.sync or family.retry:
             cuts.add(index)
     ordered = sorted(cuts | targets)
-    return list(zip(ordered, ordered[1:], strict=False)), targets
+    return list(pairwise(ordered)), targets
 
 
 class _Liveness:
@@ -149,8 +152,8 @@ class _Liveness:
         last, ins = families[stop - 1], entry.instructions[stop - 1]
         after = [at[stop]] if stop in at else []
         if last.name == "branch":
-            target = at[branch_target(ins, entry)] if branch_target(ins, entry) in at else None
-            targets = [target] if target is not None else []
+            target = branch_target(ins, entry)
+            targets = [at[target]] if target in at else []
             return targets if ins.guard is None else targets + after
         if last.name in ("leave", "trap") and ins.guard is None:
             return []
@@ -196,7 +199,7 @@ def _unit_registers(entry: Entry, families: list[Family]) -> set[str]:
 
 
 def lower(entry: Entry) -> Lowered:
-    """Check, cut and lay out an entry. Raises UnsupportedInstruction by name and line."""
+    """Check, cut and lay out an entry. Raises UnsupportedInstructionError by name and line."""
     families = check_forms(entry)
     spans, targets = _cut(entry, families)
     liveness = _Liveness(entry, families, spans)

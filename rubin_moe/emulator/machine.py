@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rubin_moe.emulator.async_ops import AsyncOperation, Policy
 from rubin_moe.emulator.compile import Kernel
+from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.native.blocks import CLUSTER, CLUSTER_BYTES, CTA_BYTES, CTA_LIVE, FAULTS
 from rubin_moe.emulator.native.compiler import Runtime, runtime
 from rubin_moe.emulator.report import Statistics
@@ -20,7 +21,7 @@ from rubin_moe.emulator.state.registers import FIELDS, LANES, SPECIALS, WarpStat
 from rubin_moe.emulator.state.tmem import CAPACITY, TensorMemory
 
 
-class EmulationError(RuntimeError):
+class EmulationError(EmulatorError):
     """A launch that did not end in done: trap, deadlock or budget. ``outcome`` names which."""
 
     def __init__(self, outcome: str, message: str) -> None:

@@ -39,6 +39,20 @@ def values(site: UnitSite, warp: Warp, lane: int) -> list[int]:
     return warp.state.args[: site.slots, lane].tolist()  # type: ignore[no-any-return]
 
 
+def issuing_lanes(site: UnitSite, warp: Warp, mask: int) -> Iterator[int]:
+    """Lanes that issue separate operations: one for all lanes with the same operands.
+
+    TMA, bulk copies and tcgen05 run on the warp's uniform datapath, once for a warp whose operands
+    agree; compilers rely on it (CuTe DSL stores tiles without electing a lane).
+    """
+    if mask & (mask - 1) == 0:
+        return lanes(mask)
+    seen: dict[bytes, int] = {}
+    for lane in lanes(mask):
+        seen.setdefault(warp.state.args[: site.slots, lane].tobytes(), lane)
+    return iter(seen.values())
+
+
 def vector(site: UnitSite, warp: Warp, position: int) -> NDArray[np.uint32]:
     """A register vector operand, uint32[registers, 32]."""
     plan = site.operands[position]
@@ -86,7 +100,7 @@ def _bind_bulk_tensor(site: UnitSite, context: LaunchContext) -> Handler:
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
-        for lane in lanes(mask):
+        for lane in issuing_lanes(site, warp, mask):
             v = values(site, warp, lane)
             multicast = v[mask_slot] & 0xFFFF if mask_slot is not None else None
             op = bulk_copy.decode_tensor_load(
@@ -110,7 +124,7 @@ def _bind_tensor_store(site: UnitSite, context: LaunchContext) -> Handler:
     reduction = site.parts[site.parts.index("shared::cta") + 1] if "reduce" in site.parts else ""
 
     def handler(warp: Warp, mask: int) -> bool:
-        for lane in lanes(mask):
+        for lane in issuing_lanes(site, warp, mask):
             v = values(site, warp, lane)
             op = bulk_copy.decode_tensor_store(
                 context.tensor_map(v[target]), v[coordinates], v[source], mode=mode,
@@ -140,7 +154,7 @@ def _bind_bulk_copy(site: UnitSite, context: LaunchContext) -> Handler:
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
-        for lane in lanes(mask):
+        for lane in issuing_lanes(site, warp, mask):
             v = values(site, warp, lane)
             op = bulk_copy.decode_bulk_copy(
                 source_space, v[1], target_space, v[0], v[2],
@@ -251,7 +265,7 @@ def _bind_async_store(site: UnitSite, context: LaunchContext) -> Handler:
 def _reduced(
     cells: NDArray[np.generic], data: NDArray[np.generic], operation: str
 ) -> NDArray[np.generic]:
-    combine = {
+    combine: dict[str, Callable[..., NDArray[np.generic]]] = {
         "": lambda a, b: b, "add": np.add, "min": np.minimum, "max": np.maximum,
         "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     }  # fmt: skip
@@ -353,7 +367,7 @@ def _bind_tmem_copy(site: UnitSite, context: LaunchContext) -> Handler:
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
-        for lane in lanes(mask):
+        for lane in issuing_lanes(site, warp, mask):
             v = values(site, warp, lane)
             op = tcgen05_data.decode_copy(
                 context.arch, shape, multicast, group, warp.rank, v[0] & FULL_MASK, v[1], expansion
@@ -376,7 +390,7 @@ def _bind_tmem_commit(site: UnitSite, context: LaunchContext) -> Handler:
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
-        for lane in lanes(mask):
+        for lane in issuing_lanes(site, warp, mask):
             v = values(site, warp, lane)
             address = v[0] if not v[0] >> 32 else v[0] - cluster.arena.address
             targets = [address >> 24]
@@ -411,7 +425,7 @@ def _bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
-        for lane in lanes(mask):
+        for lane in issuing_lanes(site, warp, mask):
             v = values(site, warp, lane)
             off = vector(site, warp, disabled)[:, lane].tolist() if disabled is not None else ()
             op = tcgen05_mma.decode_mma(

@@ -178,7 +178,12 @@ def _halves(em: Emitter, ins: Instruction, to: str, bits: Val) -> Val:
 
 
 def _to_half(em: Emitter, ins: Instruction, to: str) -> None:
-    codes = [_halves(em, ins, to, em.read(operand, 32)) for operand in ins.operands[1:]]
+    source = ins.parts[-1]
+    if source in ("f16", "bf16"):
+        wide = [widen(em, em.read(ins.operands[1], 16), source).as_int()]
+    else:
+        wide = [em.read(operand, 32) for operand in ins.operands[1:]]
+    codes = [_halves(em, ins, to, value) for value in wide]
     if to.endswith("x2"):
         em.write(ins.operands[0], pack_pairs([codes[1], codes[0]]))
     else:

@@ -12,8 +12,10 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rubin_moe.emulator.errors import EmulatorError
 
-class PtxSyntaxError(ValueError):
+
+class PtxSyntaxError(EmulatorError, ValueError):
     """Text that is not PTX as this reader knows it; the message names the line."""
 
 

@@ -54,15 +54,31 @@ FIELDS = {
 }
 
 #: Warp-uniform special registers, in the order of the ``specials`` field.
-SPECIALS = tuple(
-    f"%{name}{axis}"
-    for name in ("ctaid", "nctaid", "ntid", "cluster_ctaid", "cluster_nctaid", "clusterid",
-                 "nclusterid")
-    for axis in (".x", ".y", ".z")
-) + (
-    "%cluster_ctarank", "%cluster_nctarank", "%warpid", "%nwarpid", "%smid", "%nsmid",
-    "%dynamic_smem_size", "%total_smem_size", "%gridid", "%is_explicit_cluster",
-)  # fmt: skip
+SPECIALS = (
+    *(
+        f"%{name}{axis}"
+        for name in (
+            "ctaid",
+            "nctaid",
+            "ntid",
+            "cluster_ctaid",
+            "cluster_nctaid",
+            "clusterid",
+            "nclusterid",
+        )
+        for axis in (".x", ".y", ".z")
+    ),
+    "%cluster_ctarank",
+    "%cluster_nctarank",
+    "%warpid",
+    "%nwarpid",
+    "%smid",
+    "%nsmid",
+    "%dynamic_smem_size",
+    "%total_smem_size",
+    "%gridid",
+    "%is_explicit_cluster",
+)
 
 MAX_ARGS = 24
 HEADER_ROWS = (FIELDS["args"] + MAX_ARGS * 8 * LANES) // ROW_BYTES
