@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rubin_moe.kernels.cpu.ir import F16, F32, I16, I32, Function, Value, vec
+from rubin_moe.kernels.cpu.ir import F16, F32, I8, I16, I32, Function, Value, vec
 from rubin_moe.kernels.cpu.isa import LANES, Isa
 
 F32V, I32V = vec(F32, LANES), vec(I32, LANES)
@@ -13,6 +13,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = _MAGNITUDES + tuple(-v for v in _MAGNITUDES)
 _BF16 = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
 _BF16_VALUES = _BF16 + tuple(code | 0x8000 for code in _BF16)
+_DOUBLED_SIGNED = tuple(int(2 * v) for v in _VALUES)
 _DOUBLED = 0xC8643210
 """Twice the magnitude of code ``c`` is nibble ``c``."""
 
@@ -20,20 +21,27 @@ HALF_TRICK = 2.0**8
 """``scale`` gives UE4M3 scales divided by this where fp16 is converted by instructions."""
 
 
-def weights_f32(f: Function, isa: Isa, word: Value) -> Iterator[Value]:
-    """Eight fp32 vectors from ``word``: 16 rows of 8 codes; the n-th is element n of K."""
-    for n in range(8):
-        yield _LOOKUPS[isa.lookup](f, word, 4 * n)
+def weights_f32(f: Function, isa: Isa, word: Value) -> Iterator[tuple[int, Value]]:
+    """Eight fp32 vectors from ``word``, 16 rows of 8 codes: element of K, values.
+
+    The values are those of the codes divided by ``isa.panel_scale``.
+    """
+    if isa.lookup == "avx2":
+        yield from _avx2(f, word)
+    else:
+        one = _avx512 if isa.lookup == "avx512" else _shift
+        for n in range(8):
+            yield n, one(f, word, 4 * n)
 
 
-def weights_bf16(f: Function, word: Value) -> Iterator[Value]:
-    """Four vectors of bf16 pairs, elements n (low half) and n + 4 of K, in 32-bit lanes."""
+def weights_bf16(f: Function, word: Value) -> Iterator[tuple[int, Value]]:
+    """Four vectors of bf16 pairs: n, and in 32-bit lanes elements n (low half) and n + 4 of K."""
     halves = f.cast("bitcast", word, I16V)
     table = f.const(I16V, _BF16_VALUES * 2)  # the look-up reads 5 bits, a code has 4
     for n in range(4):
         index = halves >> 4 * n if n else halves
         pair = f.intrinsic("llvm.x86.avx512.permvar.hi.512", I16V, table, index)
-        yield f.cast("bitcast", pair, I32V)
+        yield n, f.cast("bitcast", pair, I32V)
 
 
 def _avx512(f: Function, word: Value, bit: int) -> Value:
@@ -41,16 +49,28 @@ def _avx512(f: Function, word: Value, bit: int) -> Value:
     return f.intrinsic("llvm.x86.avx512.permvar.sf.512", F32V, table, word >> bit if bit else word)
 
 
-def _avx2(f: Function, word: Value, bit: int) -> Value:
-    """The register look-up has 8 entries: the sign is put on apart."""
-    table = f.const(vec(F32, 8), _MAGNITUDES)
-    parts = []
-    for low in (0, 8):
-        codes = f.shuffle(word, range(low, low + 8))
-        value = f.intrinsic("llvm.x86.avx2.permps", vec(F32, 8), table, codes >> bit)
-        sign = (codes << (28 - bit)) & -(2**31)
-        parts.append(f.cast("bitcast", value, vec(I32, 8)) ^ sign)
-    return f.cast("bitcast", f.shuffle(parts[0], range(16), parts[1]), F32V)
+def _avx2(f: Function, word: Value) -> Iterator[tuple[int, Value]]:
+    """Codes become signed bytes by a look-up of 32; a byte moved to the top is an integer.
+
+    Only as much is computed ahead as fits the registers, so the even elements come first.
+    """
+    bytes32 = vec(I8, 32)
+    table = f.const(bytes32, _DOUBLED_SIGNED * 2)
+    for odd in (0, 1):
+        found = []
+        for low in (0, 8):
+            codes = f.shuffle(word, range(low, low + 8))
+            nibbles = ((codes >> 4) if odd else codes) & 0x0F0F0F0F
+            index = f.cast("bitcast", nibbles, bytes32)
+            ints = f.intrinsic("llvm.x86.avx2.pshuf.b", bytes32, table, index)
+            found.append(f.cast("bitcast", ints, vec(I32, 8)))
+        for byte in range(4):
+            yield 2 * byte + odd, f.concat(*(_top_byte(f, ints, byte) for ints in found))
+
+
+def _top_byte(f: Function, ints: Value, byte: int) -> Value:
+    moved = ints << (24 - 8 * byte) if byte < 3 else ints
+    return f.cast("sitofp", moved & -(2**24) if byte else moved, vec(F32, 8))
 
 
 def _shift(f: Function, word: Value, bit: int) -> Value:
@@ -58,9 +78,6 @@ def _shift(f: Function, word: Value, bit: int) -> Value:
     doubled = (f.const(I32V, _DOUBLED - 2**32) >> ((codes & 7) << 2)) & 15
     half = f.cast("bitcast", f.cast("sitofp", doubled, F32V) * 0.5, I32V)
     return f.cast("bitcast", half ^ ((codes << 28) & -(2**31)), F32V)
-
-
-_LOOKUPS = {"avx512": _avx512, "avx2": _avx2, "shift": _shift}
 
 
 def scale(f: Function, isa: Isa, scale_type: str, codes: Value) -> Value:

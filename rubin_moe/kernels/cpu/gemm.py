@@ -49,12 +49,12 @@ def _gemm(module: ir.Module, isa: Isa, fmt: BlockFormat, bf16_dot: bool, tokens:
             word = f.load(here, I32V, w * 4 * LANES)
             f.prefetch(here, w * 4 * LANES + PREFETCH_BYTES)
             if bf16_dot:
-                steps = list(decode.weights_bf16(f, word))
+                steps, count = decode.weights_bf16(f, word), ROW_CODES // 2
             else:
-                steps = list(decode.weights_f32(f, isa, word))
-            for n, weight in enumerate(steps):
+                steps, count = decode.weights_f32(f, isa, word), ROW_CODES
+            for n, weight in steps:
                 for t in range(tokens):
-                    at = ((w * len(steps) + n) * tokens + t) * 4
+                    at = ((w * count + n) * tokens + t) * 4
                     sums[t] = _multiply_add(f, bf16_dot, weight, panel, at, sums[t])
         scale = decode.scale(f, isa, fmt.scale, f.load(scales, vec(I8, LANES), loop.i * LANES))
         loop.following = [

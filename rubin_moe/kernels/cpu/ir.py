@@ -182,6 +182,9 @@ class Function:
         lanes = ir.Constant(vec(I32, len(mask)), [ir.Constant(I32, m) for m in mask])
         return Value(self.b, self.b.shuffle_vector(a.ir, second.ir, lanes))
 
+    def concat(self, low: Value, high: Value) -> Value:
+        return self.shuffle(low, range(2 * low.type.count), high)
+
     def splat(self, value: Value, lanes: int) -> Value:
         undef = ir.Constant(vec(value.type, lanes), ir.Undefined)
         one = self.b.insert_element(undef, value.ir, ir.Constant(I32, 0))

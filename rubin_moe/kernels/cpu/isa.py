@@ -28,6 +28,7 @@ class Isa:
         half: whether fp16 is converted by instructions.
         bf16_dot: whether pairs of bf16 are multiplied and summed in fp32 by one instruction.
         max_tokens: rows of activations that share one decoding of a weight.
+        panel_scale: power of two that activations are multiplied with, and weights divided by.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Isa:
     half: bool
     bf16_dot: bool
     max_tokens: int
+    panel_scale: float = 1.0
 
 
 _AVX512_DOT = {"avx512f", "avx512bw", "avx512vl", "avx512bf16"}
@@ -48,8 +50,8 @@ def _isa(name: str, cpu: str, features: str) -> Isa:
     if name == "avx512":
         return Isa(name, cpu, features, "avx512", half=True, bf16_dot=False, max_tokens=8)
     if name == "avx2":
-        # without AVX-512 in the code either: what an AVX2 machine runs
-        return Isa(name, "haswell", "", "avx2", half=True, bf16_dot=False, max_tokens=3)
+        # nothing beyond AVX2 in the code: what an AVX2 machine runs, tested on any
+        return Isa(name, "haswell", "", "avx2", True, False, 3, panel_scale=2.0**-25)
     return Isa(name, cpu, features, "shift", half=_is_arm(), bf16_dot=False, max_tokens=3)
 
 

@@ -137,7 +137,8 @@ def _to_panel(
         words = f.cast("bitcast", pairs, vec(I32, LANES // 2))
         _scatter(f, words, panel, tile * (LANES // 2), tokens, t)
     else:
-        words = f.cast("bitcast", convert.rounded(f, v.dtype, value), I32V)
+        scaled = convert.rounded(f, v.dtype, value) * v.isa.panel_scale
+        words = f.cast("bitcast", scaled, I32V)
         _scatter(f, words, panel, tile * LANES, tokens, t)
 
 

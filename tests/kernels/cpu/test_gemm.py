@@ -36,7 +36,7 @@ def product(path, fmt, qdata, sf, x):
     address = code_for(variant, FORMATS[fmt]).gemm_table[len(x) - 1]
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2)
     codes, scales = CODES.pack(torch.from_numpy(qdata)), SCALES.pack(torch.from_numpy(sf))
-    data, out = panel(x, dot), torch.full((len(x), 16), float("nan"))
+    data, out = panel(x * target.panel_scale, dot), torch.full((len(x), 16), float("nan"))
     call(int(address))(codes.data_ptr(), scales.data_ptr(), sf.shape[1], data, out.data_ptr())
     return out.numpy() * decode.scale_factor(target, FORMATS[fmt].scale)
 
