@@ -172,32 +172,33 @@ class ExpertAssembler:
         """Global scales: ``[]``, ``[1]``; stacked also ``[E]``, ``[E, 1]``, ``[E, halves]``."""
         projections = _split(slot.projection)
         part = reading.part
-        stored = self._scalar_table(label, slot, len(projections), tensor, sharded).float()
+        rows = self._scalar_rows(label, slot, len(projections), tensor, sharded)
         for half, projection in enumerate(projections):
             place = self._places[projection]
-            for row, local in self._targets(slot, sharded, rows=stored.shape[0]):
+            target = getattr(self._weights(place), part).numpy()
+            for row, local in self._targets(slot, sharded, rows=len(rows)):
                 self._mark(label, projection, part, local)
-                value = stored[row, half]
+                value = rows[row][half]
                 if part == "dec":
-                    self._check_stored_global(label, float(value))
-                if reading.reciprocal and value != 0:
-                    value = value.reciprocal()
+                    self._check_stored_global(label, value)
+                # Rounds once: a float32's reciprocal in float64 has no double rounding.
+                value = 1 / value if reading.reciprocal and value else value
                 if part == "dec":
-                    validate.check_global(float(value), label)
-                getattr(self._weights(place), part)[local, place.half] = value
+                    validate.check_global(value, label)
+                target[local, place.half] = value
 
-    def _scalar_table(
+    def _scalar_rows(
         self, label: str, slot: ExpertSlot, halves: int, tensor: Tensor, sharded: bool
-    ) -> Tensor:
-        """``[rows, halves]`` of whatever shape was stored; rows: 1 or all experts."""
+    ) -> list[list[float]]:
+        """``[rows][halves]`` of whatever shape was stored; rows: 1 or all experts."""
         e = len(self.expert_ids) if sharded else self.spec.num_experts
         if tensor.numel() == 1:
-            return tensor.reshape(1, 1).expand(1, halves)
+            return [[tensor.item()] * halves]
         shapes: list[list[int]] = [[], [1]]
         if slot.expert is None:
             shapes += [[e], [e, 1], [e, halves]]
             if list(tensor.shape) in shapes:
-                return tensor.reshape(e, -1).expand(e, halves)
+                return tensor.reshape(e, -1).expand(e, halves).tolist()  # type: ignore[no-any-return]
         raise CheckpointError(
             f"{label}: a global scale of shape {list(tensor.shape)}, expected one of {shapes}"
         )

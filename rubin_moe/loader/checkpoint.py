@@ -9,11 +9,10 @@ the checkpoint's folder, and nothing is ever unpickled or executed.
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rubin_moe.errors import CheckpointError
 from rubin_moe.loader.names import parse
@@ -36,8 +35,7 @@ _INDEXES = ("model" + _INDEX_SUFFIX, "consolidated" + _INDEX_SUFFIX)
 _SINGLES = ("model.safetensors", "consolidated.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a file.
 
     Attributes:
@@ -136,7 +134,9 @@ def _entry(name: str, raw: object, path: Path, base: int) -> TensorEntry:
 
 
 def _sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    return type(values) is list and not any(
+        type(v) is not int or not 0 <= v < 1 << 63 for v in values
+    )
 
 
 def _check_coverage(path: Path, entries: Iterable[TensorEntry], base: int, size: int) -> None:

@@ -10,6 +10,7 @@ producer's name, since only a dialect knows what it means. Standard library only
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 Projection: TypeAlias = Literal["gate", "up", "down", "gate_up"]
@@ -86,6 +87,7 @@ class ExpertName:
     slot: ExpertSlot | None
 
 
+@lru_cache(maxsize=1 << 14)  # a layer's names are asked for several times
 def parse(name: str) -> ExpertName | None:
     """Reads a tensor name; None if it is not below a layer's ``experts`` module.
 

@@ -234,3 +234,39 @@ def test_slots_may_be_given_instead_of_names_and_only_what_is_needed_is_read():
                 assert taken is (e >= 2)
     assembler.finish()
     assert len(calls) == 2 * 12
+
+
+@pytest.mark.parametrize(("tp", "width"), [(2, 64), (2, 96), (3, 160)])
+def test_tensors_that_a_server_cut_already(tp, width):
+    """As vLLM's gpt-oss loader narrows: rows of gate_up pairs, whole blocks of down."""
+    source = layer("mxfp4", bias=True, intermediate=width)
+    spec = ExpertsSpec(GPT_OSS, 64, width, 4, has_bias=True)
+    found = expert_tensors(source, Style("gpt_oss"))
+    for rank in range(tp):
+        shard = Shard(tp_rank=rank, tp_size=tp)
+        cols = shard.columns(width, 32)
+        assembler = ExpertAssembler(spec, shard, NAME)
+        for name, tensor in found.items():
+            if "gate_up" in name:
+                tensor = tensor[:, 2 * cols.start : 2 * cols.stop]
+            elif not name.endswith("bias"):
+                tensor = tensor[:, :, cols.start // 32 : cols.stop // 32]
+            assembler.add(name, tensor, sharded=True)
+        ours, whole = assembler.finish(), assemble(found, spec, shard)
+        for a, b in ((ours.w13, whole.w13), (ours.w2, whole.w2)):
+            assert all(torch.equal(t, b.tensors()[n]) for n, t in a.tensors().items())
+
+
+def test_experts_that_a_server_chose_already():
+    source = layer("mxfp4")
+    spec = ExpertsSpec(GPT_OSS, 64, 32, 4)
+    assembler = ExpertAssembler(spec, Shard(ep_rank=1, ep_size=2), NAME)
+    for name, tensor in expert_tensors(source, Style("gpt_oss")).items():
+        assembler.add(name, tensor[2:], sharded=True)
+    np.testing.assert_array_equal(assembler.finish().w2.qdata.numpy(), source.w2.qdata[2:])
+    with pytest.raises(CheckpointError, match=r"shape \[4, 64, 1\], expected \[2, 64, 1\]"):
+        ExpertAssembler(spec, Shard(ep_rank=1, ep_size=2), NAME).add(
+            f"{NAME}.down_proj_scales",
+            expert_tensors(source, Style("gpt_oss"))[f"{NAME}.down_proj_scales"],
+            sharded=True,
+        )
