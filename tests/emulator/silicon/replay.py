@@ -1,0 +1,97 @@
+"""Run a probe on the emulator and compare with what a GPU answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rubin_moe.emulator import Device, load_ptx
+
+from .probe import Probe
+from .recording import MAP_BYTES
+
+
+def emulate(probe: Probe, maps: bytes = b"") -> NDArray[np.uint8]:
+    """Output bytes of one probe; ``maps`` are the driver's encodings with zeroed base addresses."""
+    device = Device("sm_90a")
+    source, target = _buffer(probe.data.size), _buffer(probe.out_bytes)
+    source[: probe.data.size] = probe.data
+    for buffer in (source, target):
+        device.register(buffer)
+    encoded = []
+    for i, spec in enumerate(probe.maps):
+        raw = bytearray(maps[MAP_BYTES * i : MAP_BYTES * (i + 1)])
+        raw[:8] = (source.ctypes.data + spec.offset).to_bytes(8, "little")
+        encoded.append(bytes(raw))
+    device.launch(
+        load_ptx(probe.ptx),
+        probe.grid,
+        probe.block,
+        [source.ctypes.data, target.ctypes.data, *encoded],
+        dynamic_smem=probe.smem,
+    )
+    return target[: probe.out_bytes].copy()
+
+
+def _buffer(nbytes: int) -> NDArray[np.uint8]:
+    """Zeroed memory at a 256-byte boundary, as device allocations are."""
+    backing = np.zeros(nbytes + 256, np.uint8)
+    start = -backing.ctypes.data % 256
+    return backing[start : start + nbytes]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Words compared and words that differ by more than the probe allows.
+
+    ``worst`` is the largest distance seen: in ulps, relative to the largest output, or, for exact
+    probes, 0 or 1.
+    """
+
+    cases: int
+    mismatches: int
+    worst: float
+    first: int
+
+
+def compare(probe: Probe, recorded: NDArray[np.uint8], emulated: NDArray[np.uint8]) -> Comparison:
+    """Compare 32-bit words: bitwise, in float32 ulps, or relative to the largest output."""
+    a, b = recorded.view(np.uint32), emulated.view(np.uint32)
+    if probe.ulps:
+        distance = _ulps(a, b)
+        wrong = distance > probe.ulps
+    elif probe.relative:
+        kind = np.float16 if _is_half(probe) else np.float32
+        x, y = (v.view(kind).astype(np.float64) for v in (a, b))
+        distance = np.abs(x - y) / max(float(np.abs(x).max()), 1e-30)
+        distance = np.where(np.isfinite(distance), distance, np.inf)
+        wrong = distance > probe.relative
+    else:
+        wrong = a != b
+        distance = wrong.astype(np.float64)
+    first = int(np.flatnonzero(wrong)[0]) if wrong.any() else -1
+    return Comparison(int(wrong.size), int(wrong.sum()), float(distance.max(initial=0)), first)
+
+
+def _is_half(probe: Probe) -> bool:
+    """Whether a matrix product's accumulator is float16."""
+    parts = probe.instruction.split(".")
+    if probe.instruction.startswith("wgmma"):
+        return parts[5] == "f16"
+    return parts[6] == "f16"
+
+
+def _ulps(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Distance of float32 words in units of the last place; NaN equals NaN."""
+
+    def ordered(words: NDArray[np.uint32]) -> NDArray[np.int64]:
+        signed = words.view(np.int32).astype(np.int64)
+        return np.where(signed < 0, -(signed & 0x7FFFFFFF), signed)
+
+    distance = np.abs(ordered(a) - ordered(b)).astype(np.float64)
+    x, y = a.view(np.float32), b.view(np.float32)
+    distance[np.isnan(x) & np.isnan(y)] = 0
+    distance[np.isnan(x) != np.isnan(y)] = np.inf
+    return distance
