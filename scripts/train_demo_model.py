@@ -30,6 +30,7 @@ from rubin_moe.eval.heldout import encode_chapters, mean_nll
 
 CORPUS = Path(__file__).resolve().parent.parent / "models" / "kjv" / "corpus"
 END_OF_TEXT = "<|endoftext|>"
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95}
 PROMPTS = ("In the beginning", "And the LORD said unto", "Blessed is the man that", "Ruth 1\n")
 
 
@@ -213,10 +214,10 @@ def train(
 
 
 def sample(model: Qwen3MoeForCausalLM, tokenizer: Any, prompt: str, seed: int) -> str:
-    """80 tokens at temperature 0.7."""
+    """80 tokens."""
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    out = model.generate(**inputs, max_new_tokens=80, do_sample=True, temperature=0.7, top_p=0.95)
+    out = model.generate(**inputs, max_new_tokens=80, **SAMPLING)
     return str(tokenizer.decode(out[0]))
 
 
@@ -230,8 +231,8 @@ def save(model: Qwen3MoeForCausalLM, tokenizer: Any, folder: Path) -> None:
     config["num_experts"] = config.pop("num_local_experts", None) or config["num_experts"]
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    ends = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    generation = {key: config[key] for key in ("eos_token_id", "pad_token_id")} | SAMPLING
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
