@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..units.machine import put_k_major, xor_swizzle
+from tests.emulator.units.machine import put_k_major, xor_swizzle
 from .probe import Probe, entry
 
 DTYPES = {

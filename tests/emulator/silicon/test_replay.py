@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from rubin_moe.emulator import EmulationError, UnsupportedInstruction, load_ptx
+from rubin_moe.emulator import EmulationError, UnsupportedInstructionError, load_ptx
 from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.state.tensormap import FORMATS, decode_tensormap
 
@@ -29,7 +29,7 @@ def replay(probe: Probe) -> None:
     key = digest(probe)
     if probe.refused:
         assert RECORDING.errors[key].startswith("cuModuleLoadData")
-        with pytest.raises((UnsupportedInstruction, EmulationError, EmulatorError)):
+        with pytest.raises((UnsupportedInstructionError, EmulationError, EmulatorError)):
             load_ptx(probe.ptx)
         return
     assert key in RECORDING.outputs, "the recording is of another version of this probe"

@@ -91,6 +91,15 @@ def test_store_then_load(shape: str, num: int, lane: int, packed: bool) -> None:
         )
 
 
+def test_quarter_zero_means_the_warps_own() -> None:
+    for warp in (1, 6):
+        own = 32 * (warp % 4)
+        left_out = tcgen05_data.decode_access("sm_107a", "32x32b", 4, 8, warp)
+        named = tcgen05_data.decode_access("sm_107a", "32x32b", 4, own << 16 | 8, warp)
+        np.testing.assert_array_equal(left_out.lane, named.lane)
+        assert left_out.box == (own, 32, 8, 4)
+
+
 def test_split_of_16x32bx2() -> None:
     cells = np.arange(128 * 576, dtype=np.uint32).reshape(128, 576)
     access = tcgen05_data.decode_access("sm_107a", "16x32bx2", 4, 8, 0, False, 32)
@@ -100,7 +109,7 @@ def test_split_of_16x32bx2() -> None:
 
 
 REFUSED = [
-    ("tensor memory: lane quarter", ("sm_107a", "32x32b", 4, 32 << 16, 0)),
+    ("tensor memory: lane quarter", ("sm_107a", "32x32b", 4, 64 << 16, 1)),
     ("tensor memory: lane quarter", ("sm_107a", "32x32b", 4, 16 << 16, 0)),
     ("tensor memory: lane quarter", ("sm_107a", "16x64b", 4, 8 << 16, 0)),
     ("tensor memory: column", ("sm_107a", "32x32b", 32, 560, 0)),
