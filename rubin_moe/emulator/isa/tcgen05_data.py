@@ -151,8 +151,8 @@ def decode_access(
     first = address >> 16
     quarter = 32 * (warp % 4)
     if first < 32:
-        # Kernels that run on real parts leave the quarter out (FlashInfer's Rubin FC1): the hardware
-        # adds the warp's own. An address that names another quarter is an error.
+        # Kernels that run on real parts leave the quarter out (FlashInfer's FC1 for sm_107): the
+        # hardware adds the warp's own. An address that names another quarter is an error.
         first += quarter
     require(
         quarter <= first and first + lanes <= quarter + 32 and first % 16 == 0,

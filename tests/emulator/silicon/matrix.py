@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.emulator.units.machine import put_k_major, xor_swizzle
+
 from .probe import Probe, entry
 
 DTYPES = {
