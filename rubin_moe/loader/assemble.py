@@ -107,21 +107,13 @@ class ExpertAssembler:
             input_dec=None if self._input_scales == "ignore" else nan,
         )
 
-    def add(
-        self,
-        name: str | ExpertSlot,
-        tensor: Tensor | Callable[[], Tensor],
-        *,
-        sharded: bool = False,
-    ) -> bool:
+    def add(self, name: str | ExpertSlot, tensor: Tensor | Callable[[], Tensor]) -> bool:
         """Places one tensor.
 
         Args:
             name: the checkpoint's tensor name, or its slot.
             tensor: as the checkpoint has it, whole, or a function that gives it, called only if
                 this rank needs it. It is read and not kept.
-            sharded: it is this rank's part already, local experts and the rank's own rows and
-                columns without padding (as vLLM's gpt-oss loader narrows).
 
         Returns:
             Whether values were taken; False for another rank's expert, for a deliberately ignored
@@ -145,15 +137,15 @@ class ExpertAssembler:
         if reading.part == "input_dec" and self._input_scales == "ignore":
             self._account.ignored[label] = f"{self.spec.scheme} reads no input scale"
             return False
-        if slot.expert is not None and not sharded and slot.expert not in self._locals:
+        if slot.expert is not None and slot.expert not in self._locals:
             return False
         if not isinstance(tensor, Tensor):
             tensor = tensor()
         _check_dtype(label, tensor, reading)
         if reading.part in _SCALARS:
-            self._add_scalars(label, slot, reading, tensor, sharded)
+            self._add_scalars(label, slot, reading, tensor)
         else:
-            self._add_matrices(label, slot, reading, tensor, sharded)
+            self._add_matrices(label, slot, reading, tensor)
         return True
 
     def _is_expected(self, slot: ExpertSlot, reading: Reading | Ignored) -> bool:
@@ -166,17 +158,15 @@ class ExpertAssembler:
 
     # -- scalars ---------------------------------------------------------------------------------
 
-    def _add_scalars(
-        self, label: str, slot: ExpertSlot, reading: Reading, tensor: Tensor, sharded: bool
-    ) -> None:
+    def _add_scalars(self, label: str, slot: ExpertSlot, reading: Reading, tensor: Tensor) -> None:
         """Global scales: ``[]``, ``[1]``; stacked also ``[E]``, ``[E, 1]``, ``[E, halves]``."""
         projections = _split(slot.projection)
         part = reading.part
-        rows = self._scalar_rows(label, slot, len(projections), tensor, sharded)
+        rows = self._scalar_rows(label, slot, len(projections), tensor)
         for half, projection in enumerate(projections):
             place = self._places[projection]
             target = getattr(self._weights(place), part).numpy()
-            for row, local in self._targets(slot, sharded, rows=len(rows)):
+            for row, local in self._targets(slot, rows=len(rows)):
                 self._mark(label, projection, part, local)
                 value = rows[row][half]
                 if part == "dec":
@@ -188,10 +178,10 @@ class ExpertAssembler:
                 target[local, place.half] = value
 
     def _scalar_rows(
-        self, label: str, slot: ExpertSlot, halves: int, tensor: Tensor, sharded: bool
+        self, label: str, slot: ExpertSlot, halves: int, tensor: Tensor
     ) -> list[list[float]]:
         """``[rows][halves]`` of whatever shape was stored; rows: 1 or all experts."""
-        e = len(self.expert_ids) if sharded else self.spec.num_experts
+        e = self.spec.num_experts
         if tensor.numel() == 1:
             return [[tensor.item()] * halves]
         shapes: list[list[int]] = [[], [1]]
@@ -213,9 +203,7 @@ class ExpertAssembler:
 
     # -- matrices and biases ---------------------------------------------------------------------
 
-    def _add_matrices(
-        self, label: str, slot: ExpertSlot, reading: Reading, tensor: Tensor, sharded: bool
-    ) -> None:
+    def _add_matrices(self, label: str, slot: ExpertSlot, reading: Reading, tensor: Tensor) -> None:
         part, projections = reading.part, _split(slot.projection)
         if part in ("qdata", "sf"):
             tensor = tensor.view(torch.uint8)
@@ -223,21 +211,19 @@ class ExpertAssembler:
                 tensor = tensor.flatten(-2)
         if slot.expert is not None:
             tensor = tensor.unsqueeze(0)
-        stacking = self._stacking(label, slot, part, tensor, sharded)
+        stacking = self._stacking(label, slot, part, tensor)
         if stacking.transposed and part != "bias":
             tensor = tensor.transpose(-1, -2)
-        for expert, local in self._targets(slot, sharded, rows=tensor.shape[0]):
+        for expert, local in self._targets(slot, rows=tensor.shape[0]):
             matrix = tensor[expert]
             for half, projection in enumerate(projections):
                 self._mark(label, projection, part, local)
                 rows = _half(matrix, half, len(projections), stacking.interleaved)
-                self._write(projection, part, local, rows, sharded)
+                self._write(projection, part, local, rows)
 
-    def _stacking(
-        self, label: str, slot: ExpertSlot, part: Part, tensor: Tensor, sharded: bool
-    ) -> Stacking:
+    def _stacking(self, label: str, slot: ExpertSlot, part: Part, tensor: Tensor) -> Stacking:
         """How this tensor lies, after its shape ``[1 or E, ...]`` was found to be possible."""
-        plain = self._expected(slot, part, sharded)
+        plain = self._expected(slot, part)
         turned = plain if part == "bias" else (plain[0], plain[2], plain[1])
         shape = tuple(tensor.shape)
         fused = slot.projection == "gate_up"
@@ -258,13 +244,13 @@ class ExpertAssembler:
             )
         return Stacking(transposed=shape != plain, interleaved=False)
 
-    def _expected(self, slot: ExpertSlot, part: Part, sharded: bool) -> tuple[int, ...]:
+    def _expected(self, slot: ExpertSlot, part: Part) -> tuple[int, ...]:
         """Stored shape without transposition, with a leading expert axis."""
         spec, fmt = self.spec, self.spec.fmt
-        width = self.columns.width if sharded else spec.intermediate
-        experts = len(self.expert_ids) if sharded else spec.num_experts
-        e = experts if slot.expert is None else 1
-        n, k = (spec.hidden, width) if slot.projection == "down" else (width, spec.hidden)
+        e = spec.num_experts if slot.expert is None else 1
+        n, k = spec.intermediate, spec.hidden
+        if slot.projection == "down":
+            n, k = k, n
         n *= len(_split(slot.projection))
         if part == "bias":
             return (e, n)
@@ -287,9 +273,7 @@ class ExpertAssembler:
             f"expert width {spec.intermediate}, {spec.num_experts} experts, {spec.dialect}{group}"
         )
 
-    def _write(
-        self, projection: _Single, part: Part, local: int, rows: Tensor, sharded: bool
-    ) -> None:
+    def _write(self, projection: _Single, part: Part, local: int, rows: Tensor) -> None:
         """One expert's projection, logical ``[N, C]`` or bias ``[N]``, cut to this rank."""
         place, cols = self._places[projection], self.columns
         target = getattr(self._weights(place), part)[local]
@@ -300,26 +284,24 @@ class ExpertAssembler:
                     target.copy_(rows)
                 return
             unit = 2 if part == "qdata" else self.spec.fmt.sf_vec_size
-            if not sharded:
-                rows = rows[:, cols.start // unit : cols.stop // unit]
-            target[:, : cols.width // unit].copy_(rows)
+            cut = rows[:, cols.start // unit : cols.stop // unit]
+            target[:, : cols.width // unit].copy_(cut)
             return
-        if not sharded:
-            rows = rows[cols.start : cols.stop]
-        target[place.row_start : place.row_start + cols.width].copy_(rows)
+        cut = rows[cols.start : cols.stop]
+        target[place.row_start : place.row_start + cols.width].copy_(cut)
 
     # -- accounting ------------------------------------------------------------------------------
 
     def _weights(self, place: _Place) -> ProjectionWeights:
         return self._w13 if place.attr == "w13" else self._w2
 
-    def _targets(self, slot: ExpertSlot, sharded: bool, rows: int) -> Iterator[tuple[int, int]]:
+    def _targets(self, slot: ExpertSlot, rows: int) -> Iterator[tuple[int, int]]:
         """(row of the stored tensor, local index) pairs; one stored row serves every expert."""
         if slot.expert is not None:
             yield from ((0, local) for local in self._locals.get(slot.expert, ()))
             return
         for local, expert in enumerate(self.expert_ids):
-            yield (0 if rows == 1 else local if sharded else expert), local
+            yield (0 if rows == 1 else expert), local
 
     def _mark(self, label: str, projection: _Single, part: Part, local: int) -> None:
         filled = self._account.filled.setdefault((projection, part), set())

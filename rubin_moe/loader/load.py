@@ -4,6 +4,7 @@ Memory held is the result and views of mapped files; the largest temporary is on
 projection, where rows have to be turned.
 """
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ class ModelCheckpoint(Checkpoint):
         CheckpointError, ConfigError: files or configs that cannot be read or contradict.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         config, params = self.json("config.json"), self.json("params.json")
         if config is None and params is None:

@@ -1,16 +1,15 @@
 """Which experts and which part of the intermediate width a rank holds, on logical axes.
 
 Tensor parallelism cuts the expert width ``I``: rows of gate and of up each, columns of down. A
-scale block is never cut: ranks get whole blocks, ``ceil(blocks / tp_size)`` each, and a rank that
-gets fewer is padded *per half* with zero codes and zero scales, which add exactly nothing. So
-2880 wide experts on 8 ranks are 7 x 368 + 304, stored as 368. This is how vLLM cuts gpt-oss too. A
-size that would leave a rank with no block is refused, with the sizes that work.
+scale block is never cut: ranks get whole blocks, the first ones one more where they do not come out
+even, and a rank that got fewer is padded *per half* with zero codes and zero scales, which add
+exactly nothing. So 2880 wide experts on 8 ranks are 4 x 368 and 4 x 352, all stored as 368. A size
+that would leave a rank with no block is refused, with the sizes that work.
 
 Expert parallelism gives each rank whole experts: the first ``E % ep_size`` ranks hold one more.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rubin_moe.errors import CheckpointError
 
@@ -53,18 +52,13 @@ class Shard:
 
     def columns(self, intermediate: int, sf_vec_size: int) -> "Columns":
         """This rank's part of the expert width. Raises CheckpointError if it cannot be cut."""
-        reason = why_not_tp(intermediate, sf_vec_size, self.tp_size)
-        blocks = -(-intermediate // sf_vec_size)
-        per_rank = -(-blocks // self.tp_size)
-        padded = per_rank * self.tp_size != blocks
-        if reason is None and padded and not self.pad:
-            reason = f"TP {self.tp_size} does not divide {blocks} blocks of {sf_vec_size} evenly"
+        reason = why_not_tp(intermediate, sf_vec_size, self.tp_size, pad=self.pad)
         if reason is not None:
             sizes = legal_tp_sizes(intermediate, sf_vec_size, pad=self.pad)
             raise CheckpointError(f"{reason}; TP sizes that work: {', '.join(map(str, sizes))}")
-        start = min(self.tp_rank * per_rank * sf_vec_size, intermediate)
-        stop = min(start + per_rank * sf_vec_size, intermediate)
-        return Columns(start, stop, per_rank * sf_vec_size)
+        start, stop = _range(intermediate // sf_vec_size, self.tp_size, self.tp_rank)
+        _, widest = _range(intermediate // sf_vec_size, self.tp_size, 0)
+        return Columns(start * sf_vec_size, stop * sf_vec_size, widest * sf_vec_size)
 
 
 @dataclass(frozen=True)
@@ -89,22 +83,28 @@ def expert_partition(num_experts: int, ep_size: int) -> tuple[tuple[int, ...], .
     """Contiguous experts of every rank: 10 over 4 are 3, 3, 2, 2."""
     if ep_size > num_experts:
         raise CheckpointError(f"EP {ep_size} leaves ranks without any of {num_experts} experts")
-    base, more = divmod(num_experts, ep_size)
-    starts = [r * base + min(r, more) for r in range(ep_size + 1)]
-    return tuple(tuple(range(a, b)) for a, b in pairwise(starts))
+    return tuple(tuple(range(*_range(num_experts, ep_size, r))) for r in range(ep_size))
 
 
-def why_not_tp(intermediate: int, sf_vec_size: int, tp_size: int) -> str | None:
-    """None if every rank of ``tp_size`` gets at least one scale block, else the reason."""
+def _range(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Start and stop of one of ``parts`` contiguous parts; the first ones have one more."""
+    base, more = divmod(count, parts)
+    start = part * base + min(part, more)
+    return start, start + base + (part < more)
+
+
+def why_not_tp(
+    intermediate: int, sf_vec_size: int, tp_size: int, *, pad: bool = True
+) -> str | None:
+    """None if every rank of ``tp_size`` gets whole scale blocks, else the reason."""
     if intermediate % sf_vec_size:
         return f"an expert width of {intermediate} is no multiple of the scale block {sf_vec_size}"
     blocks = intermediate // sf_vec_size
-    per_rank = -(-blocks // tp_size)
-    if per_rank * (tp_size - 1) >= blocks:
-        return (
-            f"TP {tp_size} over an expert width of {intermediate}, {blocks} blocks of "
-            f"{sf_vec_size}, leaves a rank with none"
-        )
+    what = f"an expert width of {intermediate}, {blocks} blocks of {sf_vec_size}"
+    if tp_size > blocks:
+        return f"TP {tp_size} over {what}, leaves a rank with none"
+    if not pad and blocks % tp_size:
+        return f"TP {tp_size} over {what}, needs padding"
     return None
 
 
@@ -112,9 +112,5 @@ def legal_tp_sizes(
     intermediate: int, sf_vec_size: int, *, pad: bool = True, limit: int = 64
 ) -> tuple[int, ...]:
     """TP sizes up to ``limit`` that can be loaded; without ``pad``, only those that divide."""
-    blocks = intermediate // sf_vec_size
-    return tuple(
-        tp
-        for tp in range(1, limit + 1)
-        if why_not_tp(intermediate, sf_vec_size, tp) is None and (pad or blocks % tp == 0)
-    )
+    sizes = range(1, limit + 1)
+    return tuple(t for t in sizes if why_not_tp(intermediate, sf_vec_size, t, pad=pad) is None)
