@@ -23,6 +23,7 @@ PROMPTS = ([3, 141, 59, 26, 53], [58, 97, 93, 23, 84, 62, 64, 33, 83], [17])
 
 Layer = tuple[Projection, Projection]
 Writer = Callable[[str, Layer], dict[str, Tensor]]
+Quantizer = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,28 @@ def projection(
 
 
 def build(
-    path: Path, arch: str, fmt: str, write: Writer, quantization_config: dict[str, Any], seed: int
+    path: Path,
+    arch: str,
+    fmt: str,
+    write: Writer,
+    quantization_config: dict[str, Any],
+    seed: int,
+    intermediate: int = INTERMEDIATE,
+    quantize: Quantizer | None = None,
 ) -> TinyModel:
-    """Makes the model, fills its experts and writes the checkpoint."""
+    """Makes the model, fills its experts and writes the checkpoint.
+
+    ``quantize`` stores other matrices in fewer bits, and puts what they decode to into the model.
+    """
     rng = np.random.default_rng(seed)
-    model = _transformers_model(arch, seed)
+    model = _transformers_model(arch, seed, intermediate)
     gpt_oss = arch == "gpt_oss"
     tensors = {n: t.contiguous() for n, t in model.state_dict().items() if ".experts." not in n}
+    if quantize is not None:
+        tensors = quantize(model, tensors)
     for index in range(LAYERS):
-        w13 = projection(rng, fmt, (EXPERTS, 2 * INTERMEDIATE, HIDDEN), 2, gpt_oss)
-        w2 = projection(rng, fmt, (EXPERTS, HIDDEN, INTERMEDIATE), 1, gpt_oss)
+        w13 = projection(rng, fmt, (EXPERTS, 2 * intermediate, HIDDEN), 2, gpt_oss)
+        w2 = projection(rng, fmt, (EXPERTS, HIDDEN, intermediate), 1, gpt_oss)
         _fill_experts(model.model.layers[index].mlp.experts, (w13, w2), fmt, gpt_oss)
         tensors |= write(f"model.layers.{index}.mlp.experts", (w13, w2))
     path.mkdir(parents=True, exist_ok=True)
@@ -89,7 +102,7 @@ def build(
     return TinyModel(path, model)
 
 
-def _transformers_model(arch: str, seed: int) -> Any:
+def _transformers_model(arch: str, seed: int, intermediate: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
@@ -108,14 +121,14 @@ def _transformers_model(arch: str, seed: int) -> Any:
     if arch == "gpt_oss":
         # Its rope_parameters stay the default (yarn), as released.
         config = transformers.GptOssConfig(
-            intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, **sizes
+            intermediate_size=intermediate, num_local_experts=EXPERTS, **sizes
         )
         config.max_position_embeddings = 131072
         model = transformers.GptOssForCausalLM(config)
     else:
         config = transformers.Qwen3MoeConfig(
-            moe_intermediate_size=INTERMEDIATE,
-            intermediate_size=INTERMEDIATE,
+            moe_intermediate_size=intermediate,
+            intermediate_size=intermediate,
             num_experts=EXPERTS,
             norm_topk_prob=True,
             **sizes,
