@@ -48,8 +48,8 @@ def run_case(case: PeerCase, seeds: int) -> dict[str, Any]:
                 comparisons.append(prepared.run(gpu))
             for launch in gpu.launches:
                 assert launch.report is not None
-                findings += [str(finding) for finding in launch.report.findings]
-                row["warp_instructions"] = launch.report.instructions
+                findings += [str(f) for f in getattr(launch.report, "findings", [])]
+                row["warp_instructions"] = launch.report.warp_instructions
     except Exception as error:
         row |= {"status": "error", "error": f"{type(error).__name__}: {error}".splitlines()[0]}
     if comparisons:

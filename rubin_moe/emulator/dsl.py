@@ -31,11 +31,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rubin_moe.emulator.compile import CompiledEntry, Module, load_ptx
 from rubin_moe.emulator.dsl_runtime import cute_dsl
 from rubin_moe.emulator.dsl_runtime.standin import LaunchConfig, StandinRuntime, library_path
 from rubin_moe.emulator.errors import EmulatorError
-from rubin_moe.emulator.launch import Device, Report, load_ptx
-from rubin_moe.emulator.ptx import Entry
+from rubin_moe.emulator.launch import Device
+from rubin_moe.emulator.report import Report
 from rubin_moe.emulator.saved import SavedBuffer, SavedLaunch
 
 # cudaLaunchAttributeID: those that change what a launch does, and hints that do not.
@@ -72,28 +73,26 @@ class DslLaunch:
 class EmulatedDevice:
     """The device that an `emulated_device` block yields.
 
-    `device` is the emulator's own device (its memory, its options); `launches` grows by one entry
-    a launch. With `execute=False` launches are only recorded.
+    `device` is the emulator's own device; `launches` grows by one entry a launch. The other fields
+    are the arguments of `emulated_device`.
     """
 
     device: Device
     multiprocessors: int
-    execute: bool = True
-    save_to: Path | None = None
+    execute: bool
+    seed: int | None
+    save_to: Path | None
     launches: list[DslLaunch] = field(default_factory=list)
-    _ranges: dict[int, int] = field(default_factory=dict)  # address -> bytes of what is registered
 
     def register(self, *buffers: Any) -> None:
         """Makes torch tensors or NumPy arrays device memory at their own addresses."""
         for buffer in buffers:
             self.device.register(buffer)
-            torch_like = hasattr(buffer, "data_ptr")
-            address = buffer.data_ptr() if torch_like else buffer.ctypes.data
-            self._ranges[address] = buffer.nbytes
 
     def saved(self, launch: DslLaunch, ptx: str) -> SavedLaunch:
         """`launch` with the registered memory as it is now."""
-        buffers = (SavedBuffer(at, ctypes.string_at(at, size)) for at, size in self._ranges.items())
+        ranges = self.device.memory.ranges
+        buffers = (SavedBuffer(at, ctypes.string_at(at, size)) for at, size in ranges)
         return SavedLaunch(
             self.device.arch,
             ptx,
@@ -113,15 +112,17 @@ def emulated_device(
     *,
     multiprocessors: int = 4,
     execute: bool = True,
+    seed: int | None = None,
     save_to: Path | None = None,
     **device_options: Any,
 ) -> Iterator[EmulatedDevice]:
     """Inside the block, CuTe DSL compiles for `arch` and launches on the emulator.
 
     arch: "sm_90a", "sm_100a", "sm_103a" or "sm_107a". multiprocessors: what the host code is told
-    (`HardwareInfo`); persistent kernels size their grid by it, so few is fast. save_to: a folder
-    for one file a launch (`saved.SavedLaunch`), written before it runs. device_options go to
-    `Device`. Yields an EmulatedDevice.
+    (`HardwareInfo`); persistent kernels size their grid by it, so few is fast. execute: False only
+    records launches. seed: delay asynchronous operations by this seed (`DelayPolicy`); None, they
+    happen at issue. save_to: a folder for one file a launch (`saved.SavedLaunch`), written before
+    it runs. device_options go to `Device`. Yields an EmulatedDevice.
 
     Raises EmulatorError for a missing or untried CuTe DSL, a nested or concurrent context, and
     whatever the emulator raises from the host call that launched.
@@ -134,7 +135,7 @@ def emulated_device(
         )
     try:
         device = Device(arch, **device_options)
-        gpu = EmulatedDevice(device, multiprocessors, execute, save_to)
+        gpu = EmulatedDevice(device, multiprocessors, execute, seed, save_to)
         host = _Host(gpu)
         with (
             tempfile.TemporaryDirectory(prefix="rubin_moe_dsl_") as dump_dir,
@@ -164,7 +165,8 @@ class _Images:
 
     def __init__(self) -> None:
         self._ptx_by_cubin: dict[bytes, str] = {}
-        self._modules: dict[int, tuple[Any, str]] = {}
+        self._ptx: dict[int, str] = {}
+        self._modules: dict[tuple[int, bool], Module] = {}
         self._numbers = itertools.count(1)
 
     def know(self, function: Any) -> None:
@@ -178,17 +180,19 @@ class _Images:
         for cubin, ptx in reversed(self._ptx_by_cubin.items()):
             if cubin in image:
                 number = next(self._numbers)
-                self._modules[number] = load_ptx(ptx), ptx
+                self._ptx[number] = ptx
                 return number
         raise EmulatorError(
             "device code whose PTX CuTe DSL did not keep: was an option overridden?"
         )
 
-    def module(self, number: int) -> Any:
-        return self._modules[number][0]
-
     def ptx(self, number: int) -> str:
-        return self._modules[number][1]
+        return self._ptx[number]
+
+    def module(self, number: int, deferred: bool) -> Module:
+        if (number, deferred) not in self._modules:
+            self._modules[number, deferred] = load_ptx(self._ptx[number], deferred)
+        return self._modules[number, deferred]
 
 
 _images = _Images()
@@ -215,16 +219,16 @@ class _Host:
         return _images.load(address)
 
     def num_params(self, library: int, kernel: str) -> int:
-        return len(_images.module(library).entry(kernel).params)
+        return len(self._module(library).entry(kernel).compiled.params)
 
     def launch(self, library: int, kernel: str, config: LaunchConfig, params: list[int]) -> None:
-        module = _images.module(library)
+        entry = self._module(library).entry(kernel)
         launch = DslLaunch(
             kernel=kernel,
             grid=_xyz(config.grid),
             block=_xyz(config.block),
             dynamic_smem_bytes=config.dynamic_smem_bytes,
-            params=_pack(module.entry(kernel), params),
+            params=_pack(entry.compiled, params),
             stream=config.stream or 0,
             **_attributes(kernel, config),
         )
@@ -235,15 +239,18 @@ class _Host:
                 self._gpu.saved(launch, _images.ptx(library)).save(path)
             if self._gpu.execute:
                 report = self._gpu.device.launch(
-                    module,
-                    kernel,
-                    grid=launch.grid,
-                    block=launch.block,
+                    entry,
+                    launch.grid,
+                    launch.block,
+                    launch.params,
                     cluster=launch.cluster,
-                    dynamic_smem_bytes=launch.dynamic_smem_bytes,
-                    params=launch.params,
+                    dynamic_smem=launch.dynamic_smem_bytes,
+                    seed=self._gpu.seed,
                 )
                 self._gpu.launches[-1] = replace(launch, report=report)
+
+    def _module(self, library: int) -> Module:
+        return _images.module(library, deferred=self._gpu.seed is not None)
 
     def device_attribute(self, attribute: int) -> int:
         major, minor = _capability(self._gpu.device.arch)
@@ -252,7 +259,7 @@ class _Host:
             16: self._gpu.multiprocessors,
             75: major,
             76: minor,
-            97: self._gpu.device.max_dynamic_smem_bytes,
+            97: self._gpu.device.max_shared,
         }
         if attribute not in values:
             raise EmulatorError(f"the host code asks for cudaDeviceAttr {attribute}: not modelled")
@@ -293,7 +300,7 @@ def _attributes(kernel: str, config: LaunchConfig) -> dict[str, Any]:
     return {"cluster": cluster, "cooperative": cooperative, "programmatic": programmatic}
 
 
-def _pack(entry: Entry, addresses: list[int]) -> bytes:
+def _pack(entry: CompiledEntry, addresses: list[int]) -> bytes:
     """The parameter block of an entry, from the address of each parameter."""
     block = bytearray(entry.param_bytes)
     for param, address in zip(entry.params, addresses, strict=True):

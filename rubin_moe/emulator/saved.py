@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from rubin_moe.emulator.compile import load_ptx
 from rubin_moe.emulator.errors import EmulatorError
-from rubin_moe.emulator.launch import Device, Report, load_ptx
+from rubin_moe.emulator.launch import Device
+from rubin_moe.emulator.report import Report
 
 _FORMAT = 1
 _MAP_FIXED_NOREPLACE = 0x100000  # Linux: fail instead of replacing a mapping
@@ -94,24 +96,28 @@ class SavedLaunch:
         except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
             raise EmulatorError(f"{path} is not a saved launch: {error}") from error
 
-    def run(self, **device_options: Any) -> tuple[Report, list[np.ndarray]]:
+    def run(self, seed: int | None = None, **options: Any) -> tuple[Report, list[np.ndarray]]:
         """Runs it on a new Device; returns its report and the buffers after it (uint8 each).
+
+        seed and options are those of `Device.launch`.
 
         Raises EmulatorError when an address is taken in this process (then use a fresh one), and
         whatever the launch raises.
         """
         with _memory_at(self.buffers) as arrays:
-            device = Device(self.arch, **device_options)
+            device = Device(self.arch)
             for array in arrays:
                 device.register(array)
+            kernel = load_ptx(self.ptx, deferred=seed is not None).entry(self.kernel)
             report = device.launch(
-                load_ptx(self.ptx),
-                self.kernel,
-                grid=self.grid,
-                block=self.block,
+                kernel,
+                self.grid,
+                self.block,
+                self.params,
                 cluster=self.cluster,
-                dynamic_smem_bytes=self.dynamic_smem_bytes,
-                params=self.params,
+                dynamic_smem=self.dynamic_smem_bytes,
+                seed=seed,
+                **options,
             )
             return report, [array.copy() for array in arrays]
 

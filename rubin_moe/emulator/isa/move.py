@@ -136,6 +136,12 @@ def _emit_cvta(em: Emitter, ins: Instruction) -> None:
     elif space == "local":
         base = _lane_memory(em)
         value = value - base if to else value + base
+    elif space == "param" and not to:
+        # Triton moves a parameter's address through 32 bits: the block is near, so its distance
+        # from the block's start survives.
+        start = em.field("params", I64).splat()
+        near = start + ((value - start) & 0xFFFFFFFF)
+        value = value.cmp("ult", 1 << 32).select(near, value)
     em.write(ins.operands[0], value)
 
 

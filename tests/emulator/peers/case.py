@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rubin_moe.emulator.dsl import EmulatedDevice
-from tests.oracles.quant import E2M1, SCALES, encode_e2m1, nearest_even
+from tests.oracles.quant import E2M1, SCALES, encode_e2m1, nearest_even, round_up
 
 #: Relative error of a SwiGLU in float32 with ex2.approx and rcp.approx (2^-22 and 2^-23 by the PTX
 #: ISA), where |gate| <= 32: the rounded exponent adds 32 * 2^-24 * log2(e), three products 2^-24.
@@ -69,38 +69,44 @@ def compare_equal(got: torch.Tensor, want: np.ndarray, text: str) -> Comparison:
 
 
 def compare_rounded(got: torch.Tensor, want: np.ndarray) -> Comparison:
-    """bfloat16 `got` has to be within half a unit of `want`, plus what `ex2.approx` and
-    `rcp.approx` may be off; errors are relative to `want`."""
-    scale = np.maximum(np.abs(want), 2.0**-100)
-    error = np.abs(got.double().numpy() - want) / scale
-    rounded = torch.from_numpy(want).to(got.dtype)
+    """16-bit `got` has to be the rounding of a value within APPROXIMATION of `want`; `max_error` is
+    the largest relative distance from `want` to what rounds to `got`."""
+    down = torch.nextafter(got, torch.full_like(got, -float("inf"))).double()
+    up = torch.nextafter(got, torch.full_like(got, float("inf"))).double()
+    centre, value = got.double(), torch.from_numpy(want)
+    outside = torch.maximum((centre + down) / 2 - value, value - (centre + up) / 2).clamp(min=0)
+    error = outside / value.abs().clamp(min=2.0**-100)
     return Comparison(
         got.numel(),
-        int((got == rounded).sum()),
-        float(error.max()),
-        2.0**-9 + APPROXIMATION,
-        "bfloat16 output with up * silu(gate) in float64, relative",
+        int((got == value.to(got.dtype)).sum()),
+        float(error.max()) if not torch.isnan(error).any() else float("nan"),
+        APPROXIMATION,
+        f"{str(got.dtype).removeprefix('torch.')} output with up * silu(gate) in float64; error: "
+        "relative distance past a rounding boundary",
     )
 
 
 def compare_nvfp4(qdata: np.ndarray, sf: np.ndarray, want: np.ndarray, scale: str) -> Comparison:
     """Quantized output [rows, n / 2] and scales [rows, n / 16] against the recipe on `want`.
 
-    The recipe: sf is amax / 6 and an element is its value / sf, each rounded to nearest even. A
-    code may differ where float64 lies so close to a rounding boundary that the approximate
-    functions can cross it; `max_error` is the largest relative distance to the boundary that a
-    differing code would need, over scales and elements.
+    The recipe: sf is amax / 6, an element is its value / sf, each rounded to nearest even, but sf
+    upwards if it is UE5M3 (the kernels convert it with cvt.rp). A code may differ where float64 lies
+    so close to a rounding boundary that the approximate functions can cross it; `max_error` is the
+    largest relative distance to the boundary that a differing code would need, over scales and
+    elements.
     """
     table = SCALES[scale]
     blocks = want.reshape(want.shape[0], -1, 16)
     amax = np.abs(blocks).max(axis=-1) / 6
-    last = 127 if scale == "ue4m3" else 255
-    want_sf = nearest_even(amax, table[:last])
-    error_sf = _beyond_half_step(amax, sf.astype(np.int64), table[:last])
+    if scale == "ue4m3":
+        want_sf, edges = nearest_even(amax, table[:127]), _midpoints(table[:127])
+    else:
+        want_sf, edges = round_up(amax, table[:255]), np.append(-np.inf, table[:255])
+    error_sf = _outside(amax, sf.astype(np.int64), edges)
     value = blocks / table[sf][..., None]  # with the scales that the kernel chose
     codes = np.stack([qdata & 15, qdata >> 4], axis=-1).reshape(value.shape).astype(np.int64)
     want_codes = encode_e2m1(value)
-    error_codes = _beyond_half_step(np.abs(value), codes & 7, E2M1[:8])
+    error_codes = _outside(np.abs(value), codes & 7, _midpoints(E2M1[:8]))
     wrong_sign = ((codes ^ want_codes) & 8 != 0) & (codes & 7 != 0)
     error_codes[wrong_sign] = np.inf
     return Comparison(
@@ -113,13 +119,16 @@ def compare_nvfp4(qdata: np.ndarray, sf: np.ndarray, want: np.ndarray, scale: st
     )
 
 
-def _beyond_half_step(value: np.ndarray, code: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """How far `value` lies outside the interval that rounds to `code`, relative to value."""
-    edges = np.concatenate([[-np.inf], (table[1:] + table[:-1]) / 2, [np.inf]])
-    known = np.minimum(code, table.size - 1)
+def _midpoints(table: np.ndarray) -> np.ndarray:
+    return np.concatenate([[-np.inf], (table[1:] + table[:-1]) / 2, [np.inf]])
+
+
+def _outside(value: np.ndarray, code: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """How far `value` lies outside [edges[code], edges[code + 1]], relative to value."""
+    known = np.minimum(code, edges.size - 2)
     outside = np.maximum(edges[known] - value, value - edges[known + 1])
     error = np.maximum(outside, 0) / np.maximum(np.abs(value), 2.0**-100)
-    return np.where(code < table.size, error, np.inf)
+    return np.where(code < edges.size - 1, error, np.inf)
 
 
 @dataclass

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rubin_moe.emulator.launch import Device, Report, load_ptx
 
+from rubin_moe.emulator.compile import load_ptx
+from rubin_moe.emulator.launch import Device
+from rubin_moe.emulator.report import Report
 from tests.oracles.quant import E2M1, E4M3, encode_e4m3, pack_e2m1
 
 HERE = Path(__file__).parent
@@ -37,40 +39,27 @@ class TensorMap:
         return struct.pack("<8Q", *words).ljust(128, b"\0")
 
 
-def launch(name: str, grid: tuple[int, ...], arguments: list[Any], **options: Any) -> Report:
+def launch(name: str, grid: tuple[int, ...], arguments: list[Any]) -> Report:
     """Runs a kernel of this folder; tensors are registered, sizes are 32-bit.
 
     Triton appends two pointers of its own (scratch, profile), null here.
     """
     facts = json.loads((HERE / f"{name}.json").read_text())
-    module = load_ptx((HERE / f"{name}.ptx").read_text())
-    device = Device("sm_90a", **options)
-    values: list[bytes] = []
+    kernel = load_ptx((HERE / f"{name}.ptx").read_text()).entry(facts["entry"])
+    device = Device("sm_90a")
+    values: list[Any] = []
     for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            device.register(argument)
-            values.append(struct.pack("<Q", argument.data_ptr()))
-        elif isinstance(argument, TensorMap):
+        if isinstance(argument, TensorMap):
             device.register(argument.matrix)
-            shape, strides = argument.matrix.shape, argument.matrix.stride()
-            values.append(argument.encode())
-            values += [struct.pack("<i", size) for size in shape]
-            values += [struct.pack("<q", stride) for stride in strides]
+            values += [argument.encode(), *argument.matrix.shape, *argument.matrix.stride()]
         else:
-            values.append(struct.pack("<i", argument))
-    values += [bytes(8), bytes(8)]
-    entry = module.entry(facts["entry"])
-    params = bytearray(entry.param_bytes)
-    for param, value in zip(entry.params, values, strict=True):
-        assert param.size == len(value), param
-        params[param.offset : param.offset + param.size] = value
+            values.append(argument)
     return device.launch(
-        module,
-        facts["entry"],
-        grid=(*grid, 1, 1)[:3],
-        block=tuple(facts["block"]),
-        dynamic_smem_bytes=facts["dynamic_smem_bytes"],
-        params=bytes(params),
+        kernel,
+        grid,
+        facts["block"],
+        [*values, 0, 0],
+        dynamic_smem=facts["dynamic_smem_bytes"],
     )
 
 
