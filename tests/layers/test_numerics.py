@@ -231,3 +231,59 @@ def test_missing_or_broken_input_scales_are_named():
     ids, weights = problems.routing(1, "uniform", 3, 4, 2)
     out = backends.call(backends.experts_of(tiny, case), case, backends.tokens(1, 3), ids, weights)
     assert torch.isfinite(out).all()
+
+
+def test_a_calibrated_input_scale_changes_the_rounding_and_not_the_size():
+    """Field report 18: an ignored or twice applied scale is off by its value, here 2000."""
+    case = next(p.values[0] for p in backends.cases(fmt="nvfp4-ue4m3", name="cpu-tcgen05"))
+    base = problems.layer(17, case.fmt)
+    x = backends.tokens(18, 8)
+    ids, weights = problems.routing(19, "uniform", 8, 4, 2)
+    outs = []
+    for dec in (float(x.abs().max()) / 2688, 1.0):
+        layer = replace(base, act_fmt=case.act_fmt, act_dec=(np.float32(dec), 2.0**-4))
+        outs.append(backends.call(backends.experts_of(layer, case), case, x, ids, weights))
+        backends.assert_close(layer, x, ids, weights, outs[-1])
+    assert 0 < (outs[0] - outs[1]).norm() / outs[0].norm() < 0.3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", backends.cases(fmt="mxfp4", name="cpu"))
+def test_more_than_two_to_the_31_elements(case):
+    """Field report 87: M x top_k x H = 2.29e9; the last rows are right."""
+    layer = backends.with_case(problems.layer(44, case.fmt, 8, 7168, 32), case)
+    num_tokens = 40_000
+    x = torch.zeros(num_tokens, 7168, dtype=torch.bfloat16)
+    x[-3:] = backends.tokens(45, 3, 7168, torch.bfloat16)
+    ids = np.tile(np.arange(8), (num_tokens, 1))
+    weights = np.full((num_tokens, 8), 0.125, dtype=np.float32)
+    experts = backends.experts_of(layer, case, top_k=8, dtype=torch.bfloat16)
+    out = backends.call(experts, case, x, ids, weights)
+    assert out[:-3].eq(0).all()
+    backends.assert_close(layer, x[-3:], ids[-3:], weights[-3:], out[-3:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", backends.cases(fmt="nvfp4-ue4m3", name="cpu"))
+def test_weights_of_more_than_two_to_the_31_bytes(case):
+    """Field report 87: 513 experts of 2 x 1024 x 4096: the last one starts beyond 2^31."""
+    few = problems.layer(46, case.fmt, 2, 4096, 1024)
+
+    def spread(t: np.ndarray) -> np.ndarray:
+        wide = np.zeros((513, *t.shape[1:]), dtype=t.dtype)
+        wide[0], wide[512] = t[0], t[1]
+        return wide
+
+    def projection(p: moe.Projection) -> moe.Projection:
+        return moe.Projection(spread(p.qdata), spread(p.sf), spread(p.dec))
+
+    many = replace(few, w13=projection(few.w13), w2=projection(few.w2))
+    experts = backends.experts_of(backends.with_case(many, case), case)
+    x = backends.tokens(47, 2, 4096)
+    ids, weights = np.array([[512, 0], [512, 0]]), np.full((2, 2), 0.5, dtype=np.float32)
+    out = backends.call(experts, case, x, ids, weights)
+    small = backends.with_case(few, case)
+    if case.act_fmt:
+        dec = [np.asarray(d)[[0, 512]] for d in backends.with_case(many, case).act_dec]
+        small = replace(small, act_dec=(dec[0], dec[1]))
+    backends.assert_close(small, x, np.where(ids == 512, 1, 0), weights, out)
