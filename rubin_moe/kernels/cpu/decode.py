@@ -14,6 +14,8 @@ _VALUES = _MAGNITUDES + tuple(-v for v in _MAGNITUDES)
 _BF16 = (0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0)
 _BF16_VALUES = _BF16 + tuple(code | 0x8000 for code in _BF16)
 _DOUBLED_SIGNED = tuple(int(2 * v) for v in _VALUES)
+INT8_BIAS = 12
+_BIASED = tuple(v + INT8_BIAS for v in _DOUBLED_SIGNED)
 _DOUBLED = 0xC8643210
 """Twice the magnitude of code ``c`` is nibble ``c``."""
 
@@ -44,6 +46,37 @@ def weights_bf16(f: Function, word: Value) -> Iterator[tuple[int, Value]]:
         yield n, f.cast("bitcast", pair, I32V)
 
 
+def weights_int8(f: Function, isa: Isa, word: Value) -> Iterator[Value]:
+    """Two vectors of bytes: twice the value plus `INT8_BIAS`, of the even and the odd elements."""
+    for odd in (0, 1):
+        nibbles = ((word >> 4) if odd else word) & 0x0F0F0F0F
+        yield _byte_lookup(f, isa, nibbles)
+
+
+def _byte_lookup(f: Function, isa: Isa, nibbles: Value) -> Value:
+    if isa.lookup == "avx512":
+        return _pshufb(f, "llvm.x86.avx512.pshuf.b.512", _BIASED, nibbles)
+    if isa.lookup == "avx2":
+        halves = [f.shuffle(nibbles, range(low, low + 8)) for low in (0, 8)]
+        return f.concat(*(_pshufb(f, "llvm.x86.avx2.pshuf.b", _BIASED, h) for h in halves))
+    parts = None
+    for byte in range(4):
+        code = (nibbles >> 8 * byte) & 15
+        doubled = (f.const(I32V, _DOUBLED - 2**32) >> ((code & 7) << 2)) & 15
+        negative = f.select(code > 7, f.const(I32V, INT8_BIAS) - doubled, doubled + INT8_BIAS)
+        parts = negative if parts is None else parts | (negative << 8 * byte)
+    assert parts is not None
+    return parts
+
+
+def _pshufb(f: Function, name: str, table: tuple[int, ...], nibbles: Value) -> Value:
+    """Bytes of a 16-entry table, picked by bytes below 16."""
+    as_bytes = vec(I8, 4 * nibbles.type.count)
+    index = f.cast("bitcast", nibbles, as_bytes)
+    lookup = f.const(as_bytes, table * (as_bytes.count // 16))
+    return f.cast("bitcast", f.intrinsic(name, as_bytes, lookup, index), nibbles.type)
+
+
 def _avx512(f: Function, word: Value, bit: int) -> Value:
     table = f.const(F32V, _VALUES)
     return f.intrinsic("llvm.x86.avx512.permvar.sf.512", F32V, table, word >> bit if bit else word)
@@ -54,16 +87,12 @@ def _avx2(f: Function, word: Value) -> Iterator[tuple[int, Value]]:
 
     Only as much is computed ahead as fits the registers, so the even elements come first.
     """
-    bytes32 = vec(I8, 32)
-    table = f.const(bytes32, _DOUBLED_SIGNED * 2)
     for odd in (0, 1):
         found = []
         for low in (0, 8):
             codes = f.shuffle(word, range(low, low + 8))
             nibbles = ((codes >> 4) if odd else codes) & 0x0F0F0F0F
-            index = f.cast("bitcast", nibbles, bytes32)
-            ints = f.intrinsic("llvm.x86.avx2.pshuf.b", bytes32, table, index)
-            found.append(f.cast("bitcast", ints, vec(I32, 8)))
+            found.append(_pshufb(f, "llvm.x86.avx2.pshuf.b", _DOUBLED_SIGNED, nibbles))
         for byte in range(4):
             yield 2 * byte + odd, f.concat(*(_top_byte(f, ints, byte) for ints in found))
 

@@ -30,6 +30,7 @@ from rubin_moe.kernels.cpu.gemm import gemm_module
 from rubin_moe.kernels.cpu.isa import Isa
 from rubin_moe.kernels.cpu.jit import Library
 from rubin_moe.kernels.cpu.memory import weight_memory, workspace
+from rubin_moe.kernels.cpu.panel import Product
 from rubin_moe.kernels.cpu.stages import Variant, stages_module
 from rubin_moe.layouts.fp4_cpu import CODES, SCALES
 
@@ -83,8 +84,8 @@ class Code:
 
 
 @cache
-def _gemm_library(target: Isa, fmt: BlockFormat, bf16_dot: bool) -> Library:
-    return Library(gemm_module(target, fmt, bf16_dot), target)
+def _gemm_library(target: Isa, fmt: BlockFormat, product: Product) -> Library:
+    return Library(gemm_module(target, fmt, product), target)
 
 
 @cache
@@ -95,7 +96,7 @@ def _stages_library(variant: Variant) -> Library:
 def code_for(variant: Variant, fmt: BlockFormat) -> Code:
     """Generates, compiles or finds, and links; once a process."""
     target = variant.isa
-    gemm = _gemm_library(target, fmt, variant.bf16_dot)
+    gemm = _gemm_library(target, fmt, variant.product)
     stages = _stages_library(variant)
     names = ("group", "pack", "fc1", "fc2", "reduce")
     table = [gemm.address(f"gemm{t}") for t in range(1, target.max_tokens + 1)]
@@ -110,15 +111,8 @@ class CpuKernel:
     def __init__(self, problem: MoEProblem, target: Isa | None = None) -> None:
         self.problem = problem
         self.isa = target or isa.detect()
-        # a CPU that cannot convert fp16 computes in fp32, which is what fp16 is summed in anyway
-        widen = problem.dtype == "float16" and not self.isa.half
-        self._dtype = torch.float32 if widen else getattr(torch, problem.dtype)
-        self.variant = Variant(
-            self.isa,
-            "float32" if widen else problem.dtype,
-            problem.activation.kind,
-            self.isa.bf16_dot and problem.dtype == "bfloat16",
-        )
+        self.variant = _variant(problem, self.isa)
+        self._dtype: torch.dtype = getattr(torch, self.variant.dtype)
         self._code = code_for(self.variant, problem.weight_format)
         self._zeros = torch.zeros(max(problem.hidden, 2 * problem.intermediate))
         self._constants = self._problem_block()
@@ -210,7 +204,7 @@ class CpuKernel:
 
     def _chunk(self) -> int:
         p = self.problem
-        pair = 4 * p.hidden + self.variant.element * (p.hidden + p.intermediate)
+        pair: int = 4 * p.hidden + self.variant.panel_bytes(p.hidden + p.intermediate)
         return max(1, WORKSPACE_BYTES // (pair * p.top_k))
 
     def _workspace(self, pairs: int) -> dict[str, int]:
@@ -223,8 +217,8 @@ class CpuKernel:
                 "active": 8 * (p.num_experts + 1),
                 "first_group": 8 * (p.num_experts + 1),
                 "group_start": 8 * (pairs + 1),
-                "panel13": self.variant.element * pairs * p.hidden,
-                "panel2": self.variant.element * pairs * p.intermediate,
+                "panel13": pairs * self.variant.panel_bytes(p.hidden),
+                "panel2": pairs * self.variant.panel_bytes(p.intermediate),
                 "y": 4 * pairs * p.hidden,
             }
         )
@@ -275,6 +269,18 @@ class CpuKernel:
                 threads.call(stages[stage], address)
             else:
                 threads.launcher()(stages[stage], address, count)
+
+
+def _variant(problem: MoEProblem, target: Isa) -> Variant:
+    # a CPU that cannot convert fp16 computes in fp32, which is what fp16 is summed in anyway
+    widen = problem.dtype == "float16" and not target.half
+    product: Product = "f32"
+    if problem.activation_format == "int8":
+        product = "int8"
+    elif problem.dtype == "bfloat16" and target.bf16_dot:
+        product = "bf16"
+    dtype = "float32" if widen else problem.dtype
+    return Variant(target, dtype, problem.activation.kind, product)
 
 
 def _tiles(weights: ExpertWeights, name: str, w: ProjectionWeights, factor: float) -> Projection:

@@ -7,7 +7,7 @@ contracted, and a fused multiply-add happens only where `Function.fma` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,6 +177,9 @@ class Function:
         """``op``: bitcast, zext, sext, trunc, fpext, fptrunc, uitofp, sitofp."""
         return Value(self.b, getattr(self.b, op)(value.ir, t))
 
+    def arithmetic_shift(self, value: Value, bits: int) -> Value:
+        return Value(self.b, self.b.ashr(value.ir, constant(value.type, bits)))
+
     def shuffle(self, a: Value, mask: Sequence[int], other: Value | None = None) -> Value:
         second = a if other is None else other
         lanes = ir.Constant(vec(I32, len(mask)), [ir.Constant(I32, m) for m in mask])
@@ -189,6 +192,21 @@ class Function:
         undef = ir.Constant(vec(value.type, lanes), ir.Undefined)
         one = self.b.insert_element(undef, value.ir, ir.Constant(I32, 0))
         return self.shuffle(Value(self.b, one), [0] * lanes)
+
+    def vector(self, values: Sequence[Value]) -> Value:
+        made = ir.Constant(vec(values[0].type, len(values)), ir.Undefined)
+        for lane, value in enumerate(values):
+            made = self.b.insert_element(made, value.ir, ir.Constant(I32, lane))
+        return Value(self.b, made)
+
+    def fold(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        """All lanes (a power of two of them) combined in a tree."""
+        count = value.type.count
+        while count > 1:
+            count //= 2
+            low, high = range(count), range(count, 2 * count)
+            value = combine(self.shuffle(value, low), self.shuffle(value, high))
+        return value.at(0)
 
     def intrinsic(self, name: str, ret: ir.Type, *args: Value) -> Value:
         fn = self.module.globals.get(name)

@@ -27,6 +27,7 @@ class Isa:
             ``shift`` in the nibbles of an integer constant (any CPU).
         half: whether fp16 is converted by instructions.
         bf16_dot: whether pairs of bf16 are multiplied and summed in fp32 by one instruction.
+        int8_dot: how bytes are multiplied and summed by four: ``vnni``, ``maddubs`` or ``wide``.
         max_tokens: rows of activations that share one decoding of a weight.
         panel_scale: power of two that activations are multiplied with, and weights divided by.
     """
@@ -37,22 +38,24 @@ class Isa:
     lookup: str
     half: bool
     bf16_dot: bool
+    int8_dot: str
     max_tokens: int
     panel_scale: float = 1.0
 
 
-_AVX512_DOT = {"avx512f", "avx512bw", "avx512vl", "avx512bf16"}
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
+_AVX512_DOT = _AVX512 | {"avx512bf16", "avx512vnni"}
 
 
 def _isa(name: str, cpu: str, features: str) -> Isa:
-    if name == "avx512-bf16":
-        return Isa(name, cpu, features, "avx512", half=True, bf16_dot=True, max_tokens=8)
+    if name == "avx512-dot":
+        return Isa(name, cpu, features, "avx512", True, True, "vnni", max_tokens=8)
     if name == "avx512":
-        return Isa(name, cpu, features, "avx512", half=True, bf16_dot=False, max_tokens=8)
+        return Isa(name, cpu, features, "avx512", True, False, "maddubs", max_tokens=8)
     if name == "avx2":
         # nothing beyond AVX2 in the code: what an AVX2 machine runs, tested on any
-        return Isa(name, "haswell", "", "avx2", True, False, 3, panel_scale=2.0**-25)
-    return Isa(name, cpu, features, "shift", half=_is_arm(), bf16_dot=False, max_tokens=3)
+        return Isa(name, "haswell", "", "avx2", True, False, "maddubs", 3, panel_scale=2.0**-25)
+    return Isa(name, cpu, features, "shift", _is_arm(), False, "wide", max_tokens=3)
 
 
 def _is_arm() -> bool:
@@ -64,8 +67,8 @@ def available() -> tuple[str, ...]:
     have = {name for name, on in binding.get_host_cpu_features().items() if on}
     names = []
     if have >= _AVX512_DOT:
-        names.append("avx512-bf16")
-    if "avx512f" in have:
+        names.append("avx512-dot")
+    if have >= _AVX512:
         names.append("avx512")
     if have >= {"avx2", "fma", "f16c"}:
         names.append("avx2")

@@ -14,8 +14,8 @@ def why_not(problem: MoEProblem, target: Target) -> str | None:
         return f"no decoder for {problem.weight_format} weights"
     if problem.dtype not in DTYPES:
         return f"hidden states of {problem.dtype}; computes {', '.join(DTYPES)}"
-    if problem.activation_format != "16bit":
-        return f"activation format {problem.activation_format}; computes 16bit (W4A16)"
+    if problem.activation_format not in ("16bit", "int8"):
+        return f"activation format {problem.activation_format}; computes 16bit (W4A16) and int8"
     return None
 
 

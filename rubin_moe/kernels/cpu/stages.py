@@ -2,7 +2,7 @@
 
 ``group`` (one thread) sorts the (token, expert) pairs by local expert, each expert's in order of
 tokens, and cuts them into groups of at most ``max_tokens``. ``pack`` writes the activations of a
-group as a panel: row k holds element k of every token of the group. ``fc1`` and ``fc2`` take
+group as a panel (see `panel`). ``fc1`` and ``fc2`` take
 (expert, a few tiles of 16 weight rows) as items; ``reduce`` sums a token's experts in the order
 of its ids. Any number of threads may run the last four at once: they share counters, and no two
 items write the same bytes.
@@ -11,18 +11,17 @@ items write the same bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llvmlite import ir
 
 from rubin_moe.kernels.activation import GATED
-from rubin_moe.kernels.cpu import convert
+from rubin_moe.kernels.cpu import convert, panel
 from rubin_moe.kernels.cpu.arguments import COUNTERS, Slots, offset
-from rubin_moe.kernels.cpu.decode import F32V, I32V
-from rubin_moe.kernels.cpu.ir import F32, I32, I64, PTR, Function, Value, vec
+from rubin_moe.kernels.cpu.decode import F32V
+from rubin_moe.kernels.cpu.ir import F32, I32, I64, PTR, Function, Value
 from rubin_moe.kernels.cpu.isa import LANES, Isa
-
-_PAIRS = tuple(8 * g + n + half for g in (0, 1) for n in range(4) for half in (0, 4))
-"""bf16 elements n and n + 4 of each 8 side by side: the order `decode.weights_bf16` gives."""
+from rubin_moe.kernels.cpu.panel import Product
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,11 @@ class Variant:
     isa: Isa
     dtype: str
     kind: str
-    bf16_dot: bool
+    product: Product
 
-    @property
-    def element(self) -> int:
-        """Bytes of one activation in a panel."""
-        return 2 if self.bf16_dot else 4
+    def panel_bytes(self, k: Any) -> Any:
+        """Of one token's ``k`` activations; ``k`` may be a number or a value of the code."""
+        return k // LANES * panel.tile_bytes(self.product)
 
 
 def stages_module(variant: Variant) -> ir.Module:
@@ -118,30 +116,6 @@ def _local_expert(f: Function, a: Slots, pair: Value) -> Value:
     return f.select(beyond, f.i64(-1), local)
 
 
-def _scatter(f: Function, lanes: Value, panel: Value, row: Value, tokens: Value, t: Value) -> None:
-    """32-bit lanes to column ``t`` of panel rows ``row``, ``row + 1``, ..."""
-    with f.either(tokens.equals(1)) as (alone, among):
-        with alone:
-            f.store(lanes, panel, row * 4)
-        with among:
-            for lane in range(lanes.type.count):
-                f.store(lanes.at(lane), panel, ((row + lane) * tokens + t) * 4)
-
-
-def _to_panel(
-    f: Function, v: Variant, value: Value, panel: Value, tile: Value, tokens: Value, t: Value
-) -> None:
-    """16 fp32 elements of K, from ``16 tile`` on, of the token in column ``t``."""
-    if v.bf16_dot:
-        pairs = f.shuffle(convert.bf16_bits(f, value), _PAIRS)
-        words = f.cast("bitcast", pairs, vec(I32, LANES // 2))
-        _scatter(f, words, panel, tile * (LANES // 2), tokens, t)
-    else:
-        scaled = convert.rounded(f, v.dtype, value) * v.isa.panel_scale
-        words = f.cast("bitcast", scaled, I32V)
-        _scatter(f, words, panel, tile * LANES, tokens, t)
-
-
 def _group_at(f: Function, a: Slots, group: Value) -> tuple[Value, Value]:
     """First position and number of tokens of a group."""
     start = f.load(a.pointer("group_start"), I64, group * 8)
@@ -155,7 +129,7 @@ def _pack(module: ir.Module, v: Variant) -> None:
     row_bytes = hidden * convert.DTYPE_BYTES[v.dtype]
     with f.work(a.block, offset("pack"), a.number("num_groups")) as group:
         start, tokens = _group_at(f, a, group)
-        panel = f.offset(a.pointer("panel13"), start * hidden * v.element)
+        out = f.offset(a.pointer("panel13"), start * v.panel_bytes(hidden))
         with f.loop(tokens) as t:
             pair = f.load(a.pointer("order"), I64, (start + t.i) * 8)
             row = f.offset(a.pointer("x"), pair // a.number("top_k") * row_bytes)
@@ -165,7 +139,8 @@ def _pack(module: ir.Module, v: Variant) -> None:
             with f.loop(hidden // LANES) as tile:
                 at = tile.i * (LANES * convert.DTYPE_BYTES[v.dtype])
                 x = convert.load_f32(f, v.dtype, row, at) * factor
-                _to_panel(f, v, x, panel, tile.i, tokens, t.i)
+                place = (tokens, t.i)
+                panel.store_tile(f, v.isa, v.product, v.dtype, x, out, tile.i, place)
     f.ret()
 
 
@@ -222,8 +197,8 @@ def _fc1(module: ir.Module, v: Variant) -> None:
         groups = [f.load(a.pointer("first_group"), I64, (index + i) * 8) for i in (0, 1)]
         with f.loop(end, first) as tile, f.loop(groups[1], groups[0]) as group:
             start, tokens = _group_at(f, a, group.i)
-            x = f.offset(a.pointer("panel13"), start * hidden * v.element)
-            panel = f.offset(a.pointer("panel2"), start * inter * v.element)
+            x = f.offset(a.pointer("panel13"), start * v.panel_bytes(hidden))
+            out = f.offset(a.pointer("panel2"), start * v.panel_bytes(inter))
             sums = []
             for half in range(w13.halves):
                 at = e * (tiles * w13.halves) + tiles * half + tile.i
@@ -236,7 +211,8 @@ def _fc1(module: ir.Module, v: Variant) -> None:
                     )
                     for half, acc in enumerate(sums)
                 ]  # fmt: skip
-                _to_panel(f, v, _activated(f, a, v, h), panel, tile.i, tokens, t.i)
+                act, place = _activated(f, a, v, h), (tokens, t.i)
+                panel.store_tile(f, v.isa, v.product, v.dtype, act, out, tile.i, place)
     f.ret()
 
 
@@ -259,7 +235,7 @@ def _fc2(module: ir.Module, v: Variant) -> None:
         groups = [f.load(a.pointer("first_group"), I64, (index + i) * 8) for i in (0, 1)]
         with f.loop(end, first) as tile, f.loop(groups[1], groups[0]) as group:
             start, tokens = _group_at(f, a, group.i)
-            x = f.offset(a.pointer("panel2"), start * inter * v.element)
+            x = f.offset(a.pointer("panel2"), start * v.panel_bytes(inter))
             acc = w2.tile_product(f, a, v, inter, e * tiles + tile.i, tokens, x)
             with f.loop(tokens) as t:
                 sums = f.load(acc, F32V, t.i * (4 * LANES))

@@ -31,7 +31,7 @@ def experts(layer):
     return ExpertWeights(fmt, hidden, packed * 2, gated, w13, w2, tuple(range(e)), "layer.experts")
 
 
-def problem(layer, dtype="bfloat16", top_k=2, num_global=None):
+def problem(layer, dtype="bfloat16", top_k=2, num_global=None, activation_format="16bit"):
     w = experts(layer)
     return MoEProblem(
         num_experts=w.num_experts,
@@ -41,6 +41,7 @@ def problem(layer, dtype="bfloat16", top_k=2, num_global=None):
         intermediate=w.intermediate,
         weight_format=w.fmt,
         activation=Activation(layer.kind, layer.limit, layer.alpha, layer.beta),
+        activation_format=activation_format,
         dtype=dtype,
         has_bias=w.has_bias,
         router_weight_on_input=layer.weight_on_input,
@@ -50,10 +51,10 @@ def problem(layer, dtype="bfloat16", top_k=2, num_global=None):
 class Case:
     """A kernel with its prepared weights, and the oracle's layer."""
 
-    def __init__(self, layer, dtype="bfloat16", top_k=2, target=None, num_global=None):
+    def __init__(self, layer, dtype="bfloat16", top_k=2, target=None, **fields):
         self.layer, self.dtype, self.top_k = layer, dtype, top_k
         named = None if target is None else isa.detect(target)
-        self.kernel = CpuKernel(problem(layer, dtype, top_k, num_global), named)
+        self.kernel = CpuKernel(problem(layer, dtype, top_k, **fields), named)
         self.prepared = self.kernel.prepare(experts(layer))
 
     def inputs(self, num_tokens, seed=0, scale=1.0):

@@ -15,14 +15,14 @@ from tests.oracles import quant
 
 from .cases import FORMAT_NAMES
 
-PATHS = [(name, False) for name in isa.available()]
-PATHS += [(name, True) for name in isa.available() if isa.detect(name).bf16_dot]
+PATHS = [(name, "f32") for name in isa.available()]
+PATHS += [(name, "bf16") for name in isa.available() if isa.detect(name).bf16_dot]
 VALID = {"nvfp4-ue4m3": range(0x7F), "nvfp4-ue5m3": range(0xFF), "mxfp4": range(0xFF)}
 
 
-def panel(x, bf16_dot):
+def panel(x, product):
     """float32 ``[T, K]`` as the kernel reads it."""
-    if not bf16_dot:
+    if product == "f32":
         return x.T.contiguous().numpy().tobytes()
     t, k = x.shape
     pairs = x.bfloat16().view(torch.int16).view(t, k // 8, 2, 4).permute(1, 3, 0, 2)
@@ -31,12 +31,12 @@ def panel(x, bf16_dot):
 
 def product(path, fmt, qdata, sf, x):
     """``dequantize(qdata, sf) @ x.T`` of 16 rows: float32 ``[T, 16]``."""
-    target, dot = isa.detect(path[0]), path[1]
-    variant = Variant(target, "bfloat16" if dot else "float32", "silu", dot)
+    target = isa.detect(path[0])
+    variant = Variant(target, "float32", "silu", path[1])
     address = code_for(variant, FORMATS[fmt]).gemm_table[len(x) - 1]
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2)
     codes, scales = CODES.pack(torch.from_numpy(qdata)), SCALES.pack(torch.from_numpy(sf))
-    data, out = panel(x * target.panel_scale, dot), torch.full((len(x), 16), float("nan"))
+    data, out = panel(x * target.panel_scale, path[1]), torch.full((len(x), 16), float("nan"))
     call(int(address))(codes.data_ptr(), scales.data_ptr(), sf.shape[1], data, out.data_ptr())
     return out.numpy() * decode.scale_factor(target, FORMATS[fmt].scale)
 
