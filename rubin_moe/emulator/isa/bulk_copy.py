@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,7 @@ class Global(Protocol):
         """Bytes ``address`` .. ``address + nbytes``, writable; raises where they are not mapped."""
 
 
-@dataclass(frozen=True)
-class TensorLoad:
+class TensorLoad(NamedTuple):
     """``cp.async.bulk.tensor`` to shared memory; ``rows``: the four of gather4, or empty."""
 
     map: TensorMap
@@ -108,7 +107,7 @@ class TensorStore:
         if clip is None:
             return
         t = self.map
-        chunks, mask = t.inner_bytes // 16, kernels.swizzle_mask(t.swizzle)
+        chunks, _, mask = t.shared_layout
         target = memory.view(clip.address, clip.span)
         if not self.reduction:
             kernels.store_rows(
@@ -225,19 +224,20 @@ def decode_tensor_load(
     """
     t = decode_tensormap(raw)
     place, rows = _coordinates(t, coordinates, mode, "tile::gather4")
-    offset = destination & OFFSET
-    _check_aligned("shared memory: alignment", offset, 128, "tensor copy destination")
-    _check_aligned("shared memory: alignment", mbarrier & OFFSET, 8, "mbarrier")
-    nbytes = t.nbytes * (len(rows) or 1)
+    rank, offset = destination >> 24, destination & OFFSET
     barrier_rank, barrier = mbarrier >> 24, mbarrier & OFFSET
+    if offset % 128:
+        _misaligned(offset, 128, "tensor copy destination")
+    if barrier % 8:
+        _misaligned(barrier, 8, "mbarrier")
+    nbytes = t.nbytes * (len(rows) or 1)
     if multicast is None:
-        ranks: tuple[int, ...] = (destination >> 24,)
-        pair = cta_group == 2 and barrier_rank >> 1 == ranks[0] >> 1
-        require(
-            barrier_rank == ranks[0] or pair,
-            "tensor copy: mbarrier",
-            f"the mbarrier of CTA {barrier_rank} cannot count a copy into CTA {ranks[0]}",
-        )
+        if barrier_rank != rank and not (cta_group == 2 and barrier_rank >> 1 == rank >> 1):
+            refuse(
+                "tensor copy: mbarrier",
+                f"the mbarrier of CTA {barrier_rank} cannot count a copy into CTA {rank}",
+            )
+        ranks: tuple[int, ...] = (rank,)
         signals: Signals = ((barrier_rank, barrier, nbytes),)
     else:
         require(multicast != 0, "tensor copy: multicast", "the CTA mask is empty")
@@ -263,7 +263,8 @@ def decode_tensor_store(
     """
     t = decode_tensormap(raw)
     place, rows = _coordinates(t, coordinates, mode, "tile::scatter4")
-    _check_aligned("shared memory: alignment", source & OFFSET, 128, "tensor copy source")
+    if source % 128:
+        _misaligned(source & OFFSET, 128, "tensor copy source")
     require(
         t.format.chunk == 16,
         "tensor copy: padded format",
@@ -275,13 +276,13 @@ def decode_tensor_store(
 def _coordinates(
     t: TensorMap, coordinates: Sequence[int], mode: str, four: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    signed = tuple(((int(c) & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for c in coordinates)
+    signed = tuple([((c & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for c in coordinates])
     if mode == "tile":
-        require(
-            len(signed) == t.rank,
-            "tensor copy: rank",
-            f"{len(signed)} coordinates for a tensor map of rank {t.rank}",
-        )
+        if len(signed) != len(t.dims):
+            refuse(
+                "tensor copy: rank",
+                f"{len(signed)} coordinates for a tensor map of rank {t.rank}",
+            )
         place, rows = signed, _NO_ROWS
     elif mode == four:
         require(
@@ -294,11 +295,11 @@ def _coordinates(
         refuse("tensor copy: mode", f"{mode} is not modelled")
     if t.format.bits < 8:
         step = 128 if t.format.chunk != 16 else 32
-        require(
-            place[0] % step == 0,
-            "tensor copy: coordinate",
-            f"coordinate {place[0]} of {t.format.name} is not a multiple of {step}",
-        )
+        if place[0] % step:
+            refuse(
+                "tensor copy: coordinate",
+                f"coordinate {place[0]} of {t.format.name} is not a multiple of {step}",
+            )
     return place, rows
 
 
@@ -391,8 +392,7 @@ def _load(
     nbytes: int,
 ) -> None:
     _check_shared(smem, offset, nbytes)
-    chunks, width = t.inner_bytes // 16, t.format.chunk
-    mask = kernels.swizzle_mask(t.swizzle)
+    chunks, width, mask = t.shared_layout
     if not rows and t.inside(place):
         source = memory.view(t.offset(place), t.span)
         kernels.load_rows(source, t.row_offsets, smem, offset, chunks, width, mask)
@@ -434,6 +434,10 @@ def _global_ranges(
 
 def _check_aligned(rule: str, value: int, alignment: int, what: str) -> None:
     require(value % alignment == 0, rule, f"{what} {value:#x} is not a multiple of {alignment}")
+
+
+def _misaligned(value: int, alignment: int, what: str) -> NoReturn:
+    refuse("shared memory: alignment", f"{what} {value:#x} is not a multiple of {alignment}")
 
 
 def _check_shared(smem: NDArray[np.uint8], offset: int, nbytes: int) -> None:

@@ -116,10 +116,5 @@ def store_rows(smem, start, rows, chunks, mask, first, last, valid, offsets, tar
                         target[to + low + i] = smem[at + i]
 
 
-def swizzle_mask(swizzle: int) -> int:
-    """The XOR mask in 16-byte units: 0, 1, 3 or 7."""
-    return max(swizzle // 16 - 1, 0)
-
-
 ZERO_FILL = np.zeros(16, np.uint8)
 """The pattern that out-of-bounds elements take."""

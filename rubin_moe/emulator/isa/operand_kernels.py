@@ -269,6 +269,24 @@ def fp4_multiply(a, corr, b, vec, tmem, d, n, sfa, sfb, table, factor, accumulat
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
+def fp4_single(
+    smem, a_base, a_offsets, b_base, b_offsets, vec, tmem, d, sfa, sfb, table, factor, accumulate
+):
+    """A whole instruction of one CTA with both operands in its shared memory."""
+    rows, chunks = a_offsets.shape
+    n = b_offsets.shape[0]
+    padded = (n + LANES - 1) // LANES * LANES
+    a = np.empty((rows, 32 * chunks), np.int8)
+    corr = np.empty((rows, 32 * chunks // vec), np.int32)
+    b = np.empty((8 * chunks, padded), np.uint32)
+    if padded != n:
+        b[:, n:] = np.uint32(0x0C0C0C0C)
+    fp4_decode_a(smem, a_base, a_offsets, vec, FP4_SIGNED, a, corr)
+    fp4_decode_b(smem, b_base, b_offsets, FP4_OFFSET, 0, b)
+    return fp4_multiply(a, corr, b, vec, tmem, d, n, sfa, sfb, table, factor, accumulate)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
 def decode_elements(smem, base, offsets, mode, table, mn_major, out):
     """Decode a tile into float64 ``out`` [rows, K] (rows along M or N).
 

@@ -50,6 +50,7 @@ from ..state.tmem import CAPACITY
 from .descriptors import TCGEN05_ARCHS, ChunkTable, SmemDescriptor, decode_tcgen05_smem
 from .footprint import Footprint, rectangle
 from .legality import refuse, require
+from .operands import check_bounds
 
 Index = NDArray[np.int32]
 
@@ -295,22 +296,34 @@ def _copy_lanes(shape: str, multicast: str) -> Index:
 
 def perform(op: Tcgen05Copy, cluster: Cluster) -> None:
     """Copy the tile in every CTA of the group."""
+    base, offsets = op.base, op.table.offsets
     for rank in op.ranks:
         smem = cluster.smem(rank)
-        if op.base + op.table.top > smem.size or op.base + op.table.bottom < 0:
-            refuse(
-                "shared memory: out of bounds",
-                f"tcgen05.cp takes bytes {op.base + op.table.bottom}.."
-                f"{op.base + op.table.top - 1} of {smem.size}",
-            )
-        _copy_rows(
-            smem, op.base, op.table.offsets, op.targets, cluster.tmem(rank), op.column, op.expand
-        )
+        check_bounds(smem, base, op.table, "tcgen05.cp")
+        tmem = cluster.tmem(rank)
+        if op.expand:
+            _expand_rows(smem, base, offsets, op.targets, tmem, op.column, op.expand)
+        else:
+            _copy_rows(smem, base, offsets, op.targets, tmem, op.column)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _copy_rows(smem, base, offsets, targets, tmem, column, expand):
+def _copy_rows(smem, base, offsets, targets, tmem, column):
     """16-byte chunks of shared memory to four columns of every target lane."""
+    words = smem[: smem.size & ~3].view(np.uint32)
+    for r in range(offsets.shape[0]):
+        for c in range(offsets.shape[1]):
+            src = (base + offsets[r, c]) >> 2
+            to = column + 4 * c
+            for copy in range(targets.shape[1]):
+                lane = targets[r, copy]
+                for w in range(4):
+                    tmem[lane, to + w] = words[src + w]
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _expand_rows(smem, base, offsets, targets, tmem, column, expand):
+    """As ``_copy_rows``, each chunk sixteen codes of ``expand`` bits put into a byte each."""
     for r in range(offsets.shape[0]):
         for c in range(offsets.shape[1]):
             src = base + offsets[r, c]
@@ -318,12 +331,9 @@ def _copy_rows(smem, base, offsets, targets, tmem, column, expand):
                 word = np.uint32(0)
                 for i in range(4):
                     at = 4 * w + i
-                    if expand == 0:
-                        byte = np.uint32(smem[src + at])
-                    elif expand == 4:
-                        byte = (
-                            np.uint32(smem[src + at // 2]) >> np.uint32(4 * (at % 2))
-                        ) & np.uint32(15)
+                    if expand == 4:
+                        shift = np.uint32(4 * (at % 2))
+                        byte = (np.uint32(smem[src + at // 2]) >> shift) & np.uint32(15)
                     else:
                         bit = 6 * at
                         pair = np.uint32(smem[src + bit // 8])

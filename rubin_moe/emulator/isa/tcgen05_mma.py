@@ -99,6 +99,11 @@ def _collected(
     return value
 
 
+def _empty_collectors(op: Tcgen05Mma, cluster: Cluster) -> None:
+    for side in "ab":
+        cluster.collectors.pop((op.ranks[0], side), None)
+
+
 def perform(op: Tcgen05Mma, cluster: Cluster) -> None:
     """Read the operands, multiply, and write D in every CTA of the group."""
     if kernels.HAS_VNNI and op.idesc.kind.startswith("mxf4") and op.idesc.k % 32 == 0:
@@ -124,53 +129,58 @@ _SCALE_TABLES = {key: np.array(table) for key, table in SCALE_VALUES.items()}
 
 def _perform_fp4(op: Tcgen05Mma, cluster: Cluster) -> None:
     desc = op.idesc
-    blocks, rows, n = desc.num_scales, op.rows, desc.n
-    padded = -(-n // kernels.LANES) * kernels.LANES
-    share = n // len(op.ranks)
-
-    def read_b() -> NDArray[np.uint32]:
-        base, table = op.tile_b
-        out = np.empty((desc.k // 4, padded), np.uint32)
-        if padded != n:
-            out[:, n:] = 0x0C0C0C0C
-        for i, rank in enumerate(op.ranks):
-            smem = cluster.smem(rank)
-            check_bounds(smem, base, table, "B")
-            kernels.fp4_decode_b(smem, base, table.offsets, kernels.FP4_OFFSET, i * share, out)
-        return out
-
-    def read_a() -> list[tuple[NDArray[np.int8], NDArray[np.int32]]]:
-        out = []
-        for rank in op.ranks:
-            memory, base, offsets = _a_source(op, cluster, rank)
-            a = np.empty((rows, desc.k), np.int8)
-            corr = np.empty((rows, blocks), np.int32)
-            kernels.fp4_decode_a(memory, base, offsets, desc.sf_vec, kernels.FP4_SIGNED, a, corr)
-            out.append((a, corr))
-        return out
-
-    b = _collected(cluster, op, "b", op.collector_b, ("fp4", n, desc.k), read_b)
-    a = _collected(cluster, op, "a", op.collector_a, ("fp4", desc.m, desc.k, desc.sf_vec), read_a)
+    n, vec, column = desc.n, desc.sf_vec, op.d & 0xFFFF
     # both operands are doubled, so products are four times their value
     factor = -0.25 if desc.a_negate != desc.b_negate else 0.25
     assert desc.scale is not None
     table = _SCALE_TABLES[desc.scale]
-    for rank, (a_rows, corr) in zip(op.ranks, a, strict=True):
-        bad = kernels.fp4_multiply(
-            a_rows,
-            corr,
-            b,
-            desc.sf_vec,
-            cluster.tmem(rank),
-            op.d & 0xFFFF,
-            n,
-            op.sfa,
-            op.sfb,
-            table,
-            factor,
-            op.accumulate,
-        )
-        _check_copies(bad)
+    scales = (op.sfa, op.sfb, table, factor, op.accumulate)
+    if op.plain and len(op.ranks) == 1:
+        rank = op.ranks[0]
+        smem = cluster.smem(rank)
+        (a_base, a_table), (b_base, b_table) = op.tile_a, op.tile_b
+        check_bounds(smem, a_base, a_table, "A")
+        check_bounds(smem, b_base, b_table, "B")
+        tiles = (a_base, a_table.offsets, b_base, b_table.offsets)
+        if cluster.collectors:
+            _empty_collectors(op, cluster)
+        _check_copies(kernels.fp4_single(smem, *tiles, vec, cluster.tmem(rank), column, *scales))
+        return
+    key: tuple[object, ...] = ("fp4", n, desc.k)
+    b = _collected(cluster, op, "b", op.collector_b, key, lambda: _fp4_b(op, cluster))
+    key = ("fp4", desc.m, desc.k, vec)
+    a = _collected(cluster, op, "a", op.collector_a, key, lambda: _fp4_a(op, cluster))
+    for rank, (rows, corr) in zip(op.ranks, a, strict=True):
+        tmem = cluster.tmem(rank)
+        _check_copies(kernels.fp4_multiply(rows, corr, b, vec, tmem, column, n, *scales))
+
+
+def _fp4_b(op: Tcgen05Mma, cluster: Cluster) -> NDArray[np.uint32]:
+    """B of the whole instruction as ``fp4_multiply`` takes it."""
+    n = op.idesc.n
+    padded = -(-n // kernels.LANES) * kernels.LANES
+    base, table = op.tile_b
+    out = np.empty((op.idesc.k // 4, padded), np.uint32)
+    if padded != n:
+        out[:, n:] = 0x0C0C0C0C
+    for i, rank in enumerate(op.ranks):
+        smem = cluster.smem(rank)
+        check_bounds(smem, base, table, "B")
+        first = i * (n // len(op.ranks))
+        kernels.fp4_decode_b(smem, base, table.offsets, kernels.FP4_OFFSET, first, out)
+    return out
+
+
+def _fp4_a(op: Tcgen05Mma, cluster: Cluster) -> list[tuple[NDArray[np.int8], NDArray[np.int32]]]:
+    """Each CTA's rows of A and their offset corrections."""
+    desc, out = op.idesc, []
+    for rank in op.ranks:
+        memory, base, offsets = _a_source(op, cluster, rank)
+        a = np.empty((op.rows, desc.k), np.int8)
+        corr = np.empty((op.rows, desc.num_scales), np.int32)
+        kernels.fp4_decode_a(memory, base, offsets, desc.sf_vec, kernels.FP4_SIGNED, a, corr)
+        out.append((a, corr))
+    return out
 
 
 # ---- every other kind, in float64

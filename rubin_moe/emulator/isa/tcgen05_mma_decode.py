@@ -54,6 +54,11 @@ class Tcgen05Mma:
         return self.idesc.m // len(self.ranks)
 
     @cached_property
+    def plain(self) -> bool:
+        """Whether A lies in shared memory and no collector buffer is kept or used."""
+        return self.a is not None and self.collector_a == self.collector_b == "discard"
+
+    @cached_property
     def tile_a(self) -> tuple[int, ChunkTable]:
         """Where A's chunks lie in each CTA's shared memory."""
         assert self.a is not None

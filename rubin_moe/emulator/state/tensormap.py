@@ -15,6 +15,7 @@ Read off launches of compiled kernels whose tensors are known.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
@@ -114,17 +115,28 @@ class TensorMap:
         grids = np.indices(self.box[:0:-1]).reshape(self.rank - 1, self.rows)
         return np.ascontiguousarray(grids[::-1].T).astype(np.int64)
 
+    @cached_property
+    def shared_layout(self) -> tuple[int, int, int]:
+        """16-byte chunks a row, bytes of global memory a chunk, and the swizzle's XOR mask."""
+        return self.inner_bytes // 16, self.format.chunk, max(self.swizzle // 16 - 1, 0)
+
+    @cached_property
+    def last_inside(self) -> tuple[int, ...]:
+        """The largest coordinates at which the box still lies inside the tensor."""
+        return tuple(d - b for d, b in zip(self.dims, self.box, strict=True))
+
     def offset(self, coordinates: tuple[int, ...]) -> int:
         """Byte address of the element at ``coordinates`` (first bit of it, for packed formats)."""
-        tail = sum(c * s for c, s in zip(coordinates[1:], self.strides, strict=True))
-        return self.base + coordinates[0] * self.format.bits // 8 + tail
+        address = self.base + coordinates[0] * self.format.bits // 8
+        for i, stride in enumerate(self.strides, 1):
+            address += coordinates[i] * stride
+        return address
 
     def inside(self, coordinates: tuple[int, ...]) -> bool:
         """Whether the whole box at ``coordinates`` lies inside the tensor."""
-        for c, b, d in zip(coordinates, self.box, self.dims, strict=True):
-            if c < 0 or c + b > d:
-                return False
-        return True
+        if min(coordinates) < 0:
+            return False
+        return not any(map(operator.gt, coordinates, self.last_inside))
 
 
 @lru_cache(maxsize=4096)
