@@ -13,6 +13,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # LLM.apply_model takes a function
 }
 
 
