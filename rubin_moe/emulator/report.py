@@ -48,8 +48,8 @@ class Statistics:
         self.bytes: Counter[str] = Counter()
         self.mma_count = 0
         self.mma_macs = 0
-        self.smem_places: set[Place] = set()
-        self.tmem_places: set[Place] = set()
+        self.smem_places: set[tuple[int, int, str]] = set()  # fields of Place
+        self.tmem_places: set[tuple[int, int, str]] = set()
         self.peak_tmem_columns = 0
 
     def counter_address(self, warp: int) -> int:
@@ -149,7 +149,7 @@ def summarise(statistics: Statistics, contents: Any, head: dict[str, Any]) -> Re
         mma_count=statistics.mma_count,
         mma_macs=statistics.mma_macs,
         peak_tmem_columns=statistics.peak_tmem_columns,
-        smem_map=sorted(statistics.smem_places),
-        tmem_map=sorted(statistics.tmem_places),
+        smem_map=[Place(*place) for place in sorted(statistics.smem_places)],
+        tmem_map=[Place(*place) for place in sorted(statistics.tmem_places)],
         **head,
     )

@@ -50,6 +50,8 @@ class _Turn:
         first = QUEUE["warps"] // 8
         self.queue[first:] = [warp.state.address for warp in cluster.warps]
         self.address = int(self.queue.ctypes.data)
+        #: site and lanes (upper half) of the warp that returned; quicker to read than an array
+        self.returned = self.queue.data.cast("B").cast("Q")[QUEUE["site"] // 8 :]
         self.retries: list[tuple[Warp, Handler, int]] = []
         self.stalled: set[int] = set()
 
@@ -156,13 +158,13 @@ class Scheduler:
         return False
 
     def _perform(self, turn: _Turn, warp: Warp) -> None:
-        state = warp.state
-        site = state.get("site")
-        mask = state.get("exec")
+        packed = turn.returned[0]
+        site, mask = packed & 0xFFFFFFFF, packed >> 32
         handler = self.handlers[site]
-        turn.stalled.discard(id(warp))
+        if turn.stalled:
+            turn.stalled.discard(id(warp))
         if not self._call(handler, warp, mask, site):
-            state.set("status", Status.UNIT)
+            warp.state.set("status", Status.UNIT)
             if self.kernel.compiled.sites[site].family != "wgmma":
                 turn.retries.append((warp, handler, mask))
 

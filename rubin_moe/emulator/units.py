@@ -7,7 +7,7 @@ has to wait and must try again; asynchronous work goes to the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -17,8 +17,7 @@ from rubin_moe.emulator.async_ops import AsyncOperation
 from rubin_moe.emulator.isa import bulk_copy, mma_sync, tcgen05_data, tcgen05_mma, wgmma
 from rubin_moe.emulator.isa.handoff import Rows, Slots, UnitSite
 from rubin_moe.emulator.machine import Cluster, Cta, EmulationError, LaunchContext, Warp
-from rubin_moe.emulator.report import Place
-from rubin_moe.emulator.state.registers import FULL_MASK
+from rubin_moe.emulator.state.registers import FULL_MASK, LANES
 
 Handler = Callable[[Warp, int], bool]
 OFFSET = (1 << 24) - 1
@@ -26,12 +25,11 @@ _SF_VECTOR = {"block16": 16, "block32": 32, "scale_vec::1X": 32, "scale_vec::2X"
               "scale_vec::4X": 16}  # fmt: skip
 
 
-def lanes(mask: int) -> Iterator[int]:
+def lanes(mask: int) -> list[int]:
     """Lanes of a mask, lowest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+    if mask & (mask - 1) == 0:
+        return [mask.bit_length() - 1] if mask else []
+    return [lane for lane in range(LANES) if mask >> lane & 1]
 
 
 def values(site: UnitSite, warp: Warp, lane: int) -> list[int]:
@@ -39,18 +37,18 @@ def values(site: UnitSite, warp: Warp, lane: int) -> list[int]:
     return warp.state.args[: site.slots, lane].tolist()  # type: ignore[no-any-return]
 
 
-def issuing_lanes(site: UnitSite, warp: Warp, mask: int) -> Iterator[int]:
+def issuing_lanes(site: UnitSite, warp: Warp, mask: int) -> list[int]:
     """Lanes that issue separate operations: one for all lanes with the same operands.
 
     TMA, bulk copies and tcgen05 run on the warp's uniform datapath, once for a warp whose operands
     agree; compilers rely on it (CuTe DSL stores tiles without electing a lane).
     """
     if mask & (mask - 1) == 0:
-        return lanes(mask)
+        return [mask.bit_length() - 1]
     seen: dict[bytes, int] = {}
     for lane in lanes(mask):
         seen.setdefault(warp.state.args[: site.slots, lane].tobytes(), lane)
-    return iter(seen.values())
+    return list(seen.values())
 
 
 def vector(site: UnitSite, warp: Warp, position: int) -> NDArray[np.uint32]:
@@ -108,10 +106,10 @@ def _bind_bulk_tensor(site: UnitSite, context: LaunchContext) -> Handler:
                 mode=mode, multicast=multicast, cta_group=group,
             )  # fmt: skip
             statistics.bytes["TMA load"] += op.nbytes * len(op.ranks)
-            statistics.smem_places.add(Place(op.offset, op.nbytes, "TMA load"))
+            statistics.smem_places.add((op.offset, op.nbytes, "TMA load"))
             perform = partial(op.perform, cluster, context.memory)
             complete = partial(_signal, cluster, op.signals)
-            _submit(warp, site, context, ("tma", id(op)), perform, complete)
+            _submit(warp, site, ("tma", id(op)), perform, complete)
         return True
 
     return handler
@@ -131,9 +129,9 @@ def _bind_tensor_store(site: UnitSite, context: LaunchContext) -> Handler:
                 reduction=reduction,
             )  # fmt: skip
             context.statistics.bytes["TMA store"] += op.nbytes
-            context.statistics.smem_places.add(Place(op.offset, op.nbytes, "TMA store"))
+            context.statistics.smem_places.add((op.offset, op.nbytes, "TMA store"))
             perform = partial(op.perform, warp.cta.cluster, context.memory)
-            _submit_group(warp, site, context, perform)
+            _submit_group(warp, site, perform)
         return True
 
     return handler
@@ -165,10 +163,10 @@ def _bind_bulk_copy(site: UnitSite, context: LaunchContext) -> Handler:
             context.statistics.bytes[kind] += op.nbytes * len(op.targets)
             perform = partial(op.perform, cluster, context.memory)
             if grouped:
-                _submit_group(warp, site, context, perform)
+                _submit_group(warp, site, perform)
             else:
                 complete = partial(_signal, cluster, op.signals)
-                _submit(warp, site, context, ("bulk", id(op)), perform, complete)
+                _submit(warp, site, ("bulk", id(op)), perform, complete)
         return True
 
     return handler
@@ -177,15 +175,20 @@ def _bind_bulk_copy(site: UnitSite, context: LaunchContext) -> Handler:
 def _submit(
     warp: Warp,
     site: UnitSite,
-    context: LaunchContext,
     pipe: tuple[object, ...],
     perform: Callable[[], None],
     complete: Callable[[], None],
-) -> AsyncOperation:
+) -> AsyncOperation | None:
+    """Issue an asynchronous operation; at once when the policy defers nothing."""
+    policy = warp.cta.cluster.context.policy
+    if not policy.deferred:
+        perform()
+        complete()
+        return None
     operation = AsyncOperation(
         site.opcode, pipe, perform, complete, warp.cta.rank, warp.index, site.line
     )
-    context.policy.submit(operation)
+    policy.submit(operation)
     return operation
 
 
@@ -193,12 +196,10 @@ def _nothing() -> None:
     return None
 
 
-def _submit_group(
-    warp: Warp, site: UnitSite, context: LaunchContext, perform: Callable[[], None]
-) -> None:
+def _submit_group(warp: Warp, site: UnitSite, perform: Callable[[], None]) -> None:
     pipe = ("bulk_group", id(warp), site.index)
-    operation = _submit(warp, site, context, pipe, perform, _nothing)
-    if context.policy.deferred:
+    operation = _submit(warp, site, pipe, perform, _nothing)
+    if operation is not None:
         warp.open_group.append(operation)
 
 
@@ -219,7 +220,7 @@ def _bind_group_wait(site: UnitSite) -> Handler:
     elected thread that stores is the one that waits."""
 
     def handler(warp: Warp, mask: int) -> bool:
-        allowed = values(site, warp, next(lanes(mask)))[0] if site.slots else 0
+        allowed = values(site, warp, lanes(mask)[0])[0] if site.slots else 0
         older = warp.groups[: len(warp.groups) - allowed] if allowed else warp.groups
         if any(not op.done for group in older for op in group):
             return False
@@ -256,7 +257,7 @@ def _bind_async_store(site: UnitSite, context: LaunchContext) -> Handler:
             signals = ((v[barrier] >> 24, v[barrier] & OFFSET, data.nbytes),)
             perform = partial(store, cluster, v[0], data)
             complete = partial(_signal, cluster, signals)
-            _submit(warp, site, context, ("st", id(data)), perform, complete)
+            _submit(warp, site, ("st", id(data)), perform, complete)
         return True
 
     return handler
@@ -285,7 +286,7 @@ def _bind_tmem_alloc(site: UnitSite, context: LaunchContext) -> Handler:
         tmem = cta.tmem
         if tmem is None:
             raise EmulationError("trap", f"line {site.line}: {context.arch} has no tensor memory")
-        v = values(site, warp, next(lanes(mask)))
+        v = values(site, warp, lanes(mask)[0])
         if what == "alloc":
             address = tmem.allocate(v[1], "exclusive" in site.parts)
             if address is None:
@@ -313,7 +314,7 @@ def _bind_tmem_load(site: UnitSite, context: LaunchContext) -> Handler:
     split = _first(site, 2) if len(site.operands) > 2 else None
 
     def handler(warp: Warp, mask: int) -> bool:
-        v = values(site, warp, next(lanes(mask)))
+        v = values(site, warp, lanes(mask)[0])
         half = v[split] if split is not None else 0
         address = v[_first(site, 1)] & FULL_MASK
         op = tcgen05_data.decode_access(context.arch, shape, num, address, warp.index, packed, half)
@@ -335,7 +336,7 @@ def _bind_tmem_store(site: UnitSite, context: LaunchContext) -> Handler:
     split = _first(site, 1) if data == 2 else None
 
     def handler(warp: Warp, mask: int) -> bool:
-        v = values(site, warp, next(lanes(mask)))
+        v = values(site, warp, lanes(mask)[0])
         half = v[split] if split is not None else 0
         op = tcgen05_data.decode_access(
             context.arch, shape, num, v[0] & FULL_MASK, warp.index, packed, half
@@ -374,7 +375,7 @@ def _bind_tmem_copy(site: UnitSite, context: LaunchContext) -> Handler:
             )
             context.statistics.bytes["UTCCP"] += op.nbytes * len(op.ranks)
             perform = partial(tcgen05_data.perform, op, cluster)
-            _submit(warp, site, context, _tcgen05_pipe(warp, group), perform, _nothing)
+            _submit(warp, site, _tcgen05_pipe(warp, group), perform, _nothing)
         return True
 
     return handler
@@ -397,7 +398,7 @@ def _bind_tmem_commit(site: UnitSite, context: LaunchContext) -> Handler:
             if multicast:
                 targets = [r for r in range(16) if v[1] >> r & 1]
             complete = partial(announce, cluster, address, targets)
-            _submit(warp, site, context, _tcgen05_pipe(warp, group), _nothing, complete)
+            _submit(warp, site, _tcgen05_pipe(warp, group), _nothing, complete)
         return True
 
     return handler
@@ -438,9 +439,9 @@ def _bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
             )  # fmt: skip
             statistics.mma_count += 1
             statistics.mma_macs += op.macs
-            statistics.tmem_places.add(Place(op.d & 0xFFFF, op.idesc.n, "accumulator"))
+            statistics.tmem_places.add((op.d & 0xFFFF, op.idesc.n, "accumulator"))
             perform = partial(tcgen05_mma.perform, op, cluster)
-            _submit(warp, site, context, _tcgen05_pipe(warp, group), perform, _nothing)
+            _submit(warp, site, _tcgen05_pipe(warp, group), perform, _nothing)
         return True
 
     return handler
@@ -495,7 +496,7 @@ def _bind_wgmma(site: UnitSite, context: LaunchContext) -> Handler:
             return False
         del cta.cluster.rendezvous[key]
         waiting.sort(key=lambda w: w.index)
-        op = decode(values(site, warp, next(lanes(mask))))
+        op = decode(values(site, warp, lanes(mask)[0]))
         held = np.stack([vector(site, w, 0) for w in waiting])
         left = np.stack([vector(site, w, 1) for w in waiting]) if from_registers else None
         out = wgmma.multiply(op, cta.cluster.smem(cta.rank), held, left)

@@ -31,7 +31,17 @@ CTA_BYTES = CTA_BARRIERS + NUM_BARRIERS * BARRIER_BYTES
 ALL_THREADS = 0xFFFFFFFF
 
 #: The scheduler's work list.
-QUEUE = {"count": 0, "cursor": 4, "run": 8, "budget": 16, "rounds": 20, "cluster": 24, "warps": 32}
+QUEUE = {
+    "count": 0,
+    "cursor": 4,
+    "run": 8,
+    "budget": 16,
+    "rounds": 20,
+    "cluster": 24,
+    "site": 32,  # of the warp that returned
+    "exec": 36,
+    "warps": 40,
+}
 
 #: What the scheduler returns besides a warp's Outcome.
 IDLE, SLICED, DONE = 16, 17, 18

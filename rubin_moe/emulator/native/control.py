@@ -152,7 +152,8 @@ def _cluster_complete(b: Builder, cluster: Val) -> None:
 
 @runtime_function("emu.schedule", I64, Q=PTR)
 def _schedule(b: Builder, Q: Val) -> None:
-    """Run warps in turn until one needs Python; returns ``outcome << 32 | warp``.
+    """Run warps in turn until one needs Python; returns ``outcome << 32 | warp``. The site and
+    the lanes that execute it are left in the queue.
 
     A warp goes on until it waits, exits or uses up its slice. IDLE: every warp waits. SLICED:
     warps only use up slices (they may spin on something outside this cluster).
@@ -187,6 +188,9 @@ def _schedule(b: Builder, Q: Val) -> None:
         with b.if_(used.cmp("ult", rounds)):
             b.br("next")
         _leave(b, Q, _after(b, index, count), b.const(blocks.SLICED, I32))
+    site = b.load(b.gep(warp, FIELDS["site"]), I32)
+    b.set_field(Q, QUEUE["site"], site)
+    b.set_field(Q, QUEUE["exec"], b.field(warp, FIELDS["exec"], I32))
     _leave(b, Q, index, outcome)
     b.label("skip")
     waited = b.load(idle, I32) + 1
