@@ -37,17 +37,15 @@ LANES = 16
 BITS8, PACKED4, PADDED4, PADDED6, BITS16, TF32 = range(6)
 
 
-def _fp4_pairs(offset: int) -> np.ndarray:
-    """Byte of two E2M1 codes -> uint16 of two bytes ``2 * value + offset``."""
+def _fp4_bytes(offset: int) -> np.ndarray:
+    """E2M1 code -> the byte ``2 * value + offset``."""
     magnitude = np.array([0, 1, 2, 3, 4, 6, 8, 12])
     doubled = np.concatenate([magnitude, -magnitude]) + offset
-    byte = np.arange(256)
-    low, high = doubled[byte & 15] & 255, doubled[byte >> 4] & 255
-    return np.asarray(low | (high << 8), np.uint32)
+    return np.asarray(doubled & 255, np.uint8)
 
 
-FP4_SIGNED = _fp4_pairs(0)
-FP4_OFFSET = _fp4_pairs(12)
+FP4_SIGNED = _fp4_bytes(0)
+FP4_OFFSET = _fp4_bytes(12)
 
 
 @intrinsic
@@ -136,37 +134,78 @@ def _fp4_step(  # type: ignore[no-untyped-def]
     return sig, codegen
 
 
+@intrinsic
+def _fp4_unpack(typingctx: Any, source: Any, table: Any, to: Any) -> Any:
+    """16 packed bytes to 32 bytes through a table of 16 bytes; all three are addresses.
+
+    Returns the sums of the first and the second 16 results, as signed bytes, in the halves of 64
+    bits.
+    """
+    sig = types.int64(types.intp, types.intp, types.intp)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i8, i16, i32, i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+        v16 = ir.VectorType(i8, 16)
+        shuffle = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(v16, [v16, v16]), "llvm.x86.ssse3.pshuf.b.128"
+        )
+        add = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(i16, [ir.VectorType(i16, 16)]),
+            "llvm.vector.reduce.add.v16i16",
+        )
+        packed, values = (
+            builder.load(builder.inttoptr(x, v16.as_pointer()), align=1) for x in args[:2]
+        )
+        four, low = (ir.Constant(v16, [x] * 16) for x in (4, 15))
+        even = builder.call(shuffle, [values, builder.and_(packed, low)])
+        odd = builder.call(shuffle, [values, builder.lshr(packed, four)])
+        sums = []
+        for half in range(2):
+            order = [x for i in range(8 * half, 8 * half + 8) for x in (i, i + 16)]
+            mask = ir.Constant(ir.VectorType(i32, 16), order)
+            mixed = builder.shuffle_vector(even, odd, mask)
+            at = builder.add(args[2], ir.Constant(i64, 16 * half))
+            builder.store(mixed, builder.inttoptr(at, v16.as_pointer()), align=1)
+            total = builder.call(add, [builder.sext(mixed, ir.VectorType(i16, 16))])
+            sums.append(builder.sext(total, i64))
+        upper = builder.shl(sums[1], ir.Constant(i64, 32))
+        return builder.or_(upper, builder.and_(sums[0], ir.Constant(i64, 0xFFFFFFFF)))
+
+    return sig, codegen
+
+
 @njit(nogil=True, error_model="numpy", cache=True)
-def fp4_decode_a(smem, base, offsets, vec, lut, a, corr):
+def fp4_decode_a(smem, base, offsets, vec, table, a, corr):
     """Packed E2M1 rows to int8 ``a`` [rows, K] of doubled values and the correction of the offset.
 
     ``corr`` int32 [rows, K / vec] is -12 times the sum of each block.
     """
     rows, chunks = offsets.shape
-    pairs = a.view(np.uint16)
+    from_, to, lut = smem.ctypes.data, a.ctypes.data, table.ctypes.data
     for r in range(rows):
         for c in range(chunks):
-            src = base + offsets[r, c]
-            for i in range(16):
-                pairs[r, c * 16 + i] = lut[smem[src + i]]
-        for q in range(corr.shape[1]):
-            total = 0
-            for i in range(vec):
-                total += np.int32(a[r, q * vec + i])
-            corr[r, q] = -12 * total
+            sums = _fp4_unpack(from_ + base + offsets[r, c], lut, to + (r * chunks + c) * 32)
+            low = np.int32(sums & 0xFFFFFFFF)
+            high = np.int32(sums >> 32)
+            if vec == 16:
+                corr[r, 2 * c] = -12 * low
+                corr[r, 2 * c + 1] = -12 * high
+            else:
+                corr[r, c] = -12 * (low + high)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def fp4_decode_b(smem, base, offsets, lut, first, b):
+def fp4_decode_b(smem, base, offsets, table, first, b):
     """Packed E2M1 rows to uint32 ``b`` [K / 4, N] from column ``first``: doubled values + 12."""
     rows, chunks = offsets.shape
+    piece = np.empty(8, np.uint32)
+    from_, to, lut = smem.ctypes.data, piece.ctypes.data, table.ctypes.data
     for r in range(rows):
         for c in range(chunks):
-            src = base + offsets[r, c]
+            _fp4_unpack(from_ + base + offsets[r, c], lut, to)
             for i in range(8):
-                b[c * 8 + i, first + r] = lut[smem[src + 2 * i]] | (
-                    lut[smem[src + 2 * i + 1]] << np.uint32(16)
-                )
+                b[c * 8 + i, first + r] = piece[i]
 
 
 @njit(nogil=True, error_model="numpy", cache=True)

@@ -299,7 +299,8 @@ def perform(op: Tcgen05Copy, cluster: Cluster) -> None:
     base, offsets = op.base, op.table.offsets
     for rank in op.ranks:
         smem = cluster.smem(rank)
-        check_bounds(smem, base, op.table, "tcgen05.cp")
+        if base + op.table.top > smem.size or base + op.table.bottom < 0:
+            check_bounds(smem, base, op.table, "tcgen05.cp")
         tmem = cluster.tmem(rank)
         if op.expand:
             _expand_rows(smem, base, offsets, op.targets, tmem, op.column, op.expand)
