@@ -12,9 +12,6 @@ from rubin_moe.errors import FormatError
 
 MAX = 6.0
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Midpoints between neighbours; a tie goes to the even code, so every second one belongs above.
-_ABOVE = (0.25, 1.25, 2.5, 5.0)
-_NOT_BELOW = (0.75, 1.75, 3.5)
 
 
 @cache
@@ -37,13 +34,14 @@ def encode(values: Tensor) -> Tensor:
     The sign of zero is kept. NaN has no code and becomes a zero: whoever may meet it (a quantizer)
     marks the block by its scale.
     """
-    magnitude = values.abs()
-    codes = (values.signbit().to(torch.uint8)) << 3
-    for tie in _ABOVE:
-        codes += magnitude > tie
-    for tie in _NOT_BELOW:
-        codes += magnitude >= tie
-    return codes
+    magnitude = values.abs().nan_to_num_(0.0, posinf=8.0)
+    # steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6: the code is the least of three roundings
+    codes = torch.round(magnitude * 2)
+    torch.minimum(codes, torch.round(magnitude).add_(2), out=codes)
+    torch.minimum(codes, magnitude.mul_(0.5).round_().add_(4), out=codes)
+    codes.clamp_(max=7)
+    sign = 4 - torch.copysign(values.new_tensor(4.0), values)  # 8 where it is set
+    return codes.add_(sign).to(torch.uint8)
 
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,5 +64,5 @@ def unpack(packed: Tensor) -> Tensor:
 
 def decode_packed(packed: Tensor) -> Tensor:
     """uint8 ``[..., K / 2]`` -> float32 ``[..., K]``."""
-    pairs = _pairs().to(packed.device)[packed.long()]
-    return pairs.view(torch.float32)
+    pairs = torch.index_select(_pairs().to(packed.device), 0, packed.int().flatten())
+    return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -78,7 +78,7 @@ class Minifloat:
             self._subnormal(magnitude, rounding),
             self._normal(magnitude, rounding),
         )
-        return torch.where(nan, self.nan_code, codes.clamp(max=self.max_code)).to(torch.uint8)
+        return torch.where(nan, self.nan_code, codes).to(torch.uint8)
 
     def _subnormal(self, magnitude: Tensor, rounding: Rounding) -> Tensor:
         steps = magnitude * (1 / self.min_subnormal)  # a power of two: exact
