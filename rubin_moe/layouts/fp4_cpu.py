@@ -1,4 +1,4 @@
-"""Weight orders of the CPU backend: tiles of 16 rows, so that a vector holds 16 rows' next codes.
+"""Weight orders of the CPU backend: tiles of rows, so that a vector holds several rows' next codes.
 
 A kernel then multiplies a vector with one activation and needs no sum across lanes.
 """
@@ -13,9 +13,6 @@ from torch import Tensor
 
 from rubin_moe.errors import LayoutError
 
-TILE_ROWS = 16
-WORD_BYTES = 4
-
 
 @dataclass(frozen=True)
 class RowTiles:
@@ -27,7 +24,7 @@ class RowTiles:
     """
 
     unit: int
-    rows: int = TILE_ROWS
+    rows: int
 
     @property
     def key(self) -> str:
@@ -73,6 +70,3 @@ class RowTiles:
 
 
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-CODES = RowTiles(WORD_BYTES)
-SCALES = RowTiles(1)

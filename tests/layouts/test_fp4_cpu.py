@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from rubin_moe.errors import LayoutError
-from rubin_moe.layouts.fp4_cpu import CODES, SCALES, RowTiles
+from rubin_moe.layouts.fp4_cpu import RowTiles
+
+CODES, SCALES = RowTiles(unit=4, rows=16), RowTiles(unit=1, rows=16)
 
 
 def test_a_permutation_by_hand():

@@ -16,8 +16,11 @@ from rubin_moe.kernels.cpu.ir import F32, I8, I16, I32, I64, PTR, Function, Valu
 from rubin_moe.kernels.cpu.isa import LANES, Isa
 from rubin_moe.kernels.cpu.panel import Product
 
-PREFETCH_BYTES = 1024
-"""How far ahead of the codes in use memory is asked for more."""
+PREFETCH_BYTES = 4096
+"""How far ahead of the codes in use memory is asked for more; scales as many rows ahead.
+
+EPYC (Zen 4), one thread, 2026-11-30: 4096 is 8-10 % faster than 1024, 8192 no better.
+"""
 
 TILE_BYTES = 2 * 4 * LANES
 """Codes of 16 elements of K for 16 rows."""
@@ -61,7 +64,9 @@ class _Gemm:
                     words.append(f.load(here, I32V, at))
                     f.prefetch(here, at + PREFETCH_BYTES)
                 sum_tile(words, f.offset(beside, tile * tile_bytes), sums)
-            codes16 = f.load(scales, vec(I8, LANES), loop.i * LANES)
+            beside_codes = f.offset(scales, loop.i * LANES)
+            f.prefetch(beside_codes, PREFETCH_BYTES * LANES // (tiles * TILE_BYTES))
+            codes16 = f.load(beside_codes, vec(I8, LANES))
             scale = decode.scale(f, self.isa, self.fmt.scale, codes16)
             pairs = zip(sums, loop.carried, strict=True)
             loop.following = [f.fma(s, scale, total) for s, total in pairs if s]

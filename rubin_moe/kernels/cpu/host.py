@@ -5,9 +5,8 @@ what goes from FC1 to FC2 is rounded to the hidden states' dtype. Each output el
 by one thread in an order that depends on its own row alone: runs are bit-equal for any number of
 threads, and a row alone equals that row in any batch.
 
-Tokens are taken in chunks so that the workspace stays below `WORKSPACE_BYTES` (or one token's):
-per (token, expert) pair ``hidden`` fp32 for FC2's result and ``hidden + intermediate``
-activations.
+Tokens are taken in chunks (see `rules`), so that the workspace has a bound and no index exceeds
+what its type holds.
 """
 
 from __future__ import annotations
@@ -24,19 +23,18 @@ from rubin_moe.errors import FormatError
 from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import BlockFormat
 from rubin_moe.kernels.base import MoEProblem
-from rubin_moe.kernels.cpu import decode, isa, threads
+from rubin_moe.kernels.cpu import decode, isa, rules, threads
 from rubin_moe.kernels.cpu.arguments import COUNTERS, Block
 from rubin_moe.kernels.cpu.gemm import gemm_module
-from rubin_moe.kernels.cpu.isa import Isa
+from rubin_moe.kernels.cpu.isa import LANES, Isa
 from rubin_moe.kernels.cpu.jit import Library
 from rubin_moe.kernels.cpu.memory import weight_memory, workspace
 from rubin_moe.kernels.cpu.panel import Product
 from rubin_moe.kernels.cpu.stages import Variant, stages_module
-from rubin_moe.layouts.fp4_cpu import CODES, SCALES
+from rubin_moe.layouts.fp4_cpu import RowTiles
 
-WORKSPACE_BYTES = 256 << 20
-TILES_PER_ITEM = 4
-"""Tiles of 16 rows that a thread takes at a time."""
+CODES = RowTiles(unit=4, rows=LANES)
+SCALES = RowTiles(unit=1, rows=LANES)
 
 SERIAL_REDUCE = 1 << 16
 """Below this many elements the last stage is not worth waking threads for."""
@@ -128,7 +126,7 @@ class CpuKernel:
             num_global=p.global_num_experts,
             block=p.weight_format.sf_vec_size,
             weight_on_input=p.router_weight_on_input,
-            tiles_per_item=TILES_PER_ITEM,
+            tiles_per_item=rules.TILES_PER_ITEM,
             gemm=self._code.gemm_table.ctypes.data,
             zeros=self._zeros.data_ptr(),
             limit=float("inf") if act.limit is None else act.limit,
@@ -167,7 +165,7 @@ class CpuKernel:
             result = out
         else:
             result = x.new_empty(x.shape, dtype=self._dtype)
-        step = self._chunk()
+        step = rules.chunk_tokens(self.problem)
         for first in range(0, x.shape[0], step):
             rows = slice(first, first + step)
             self._run_chunk(
@@ -201,11 +199,6 @@ class CpuKernel:
                 f"expert_map: {expert_map.dtype} {list(expert_map.shape)}, "
                 f"expected int32 [{p.global_num_experts}]"
             )
-
-    def _chunk(self) -> int:
-        p = self.problem
-        pair: int = 4 * p.hidden + self.variant.panel_bytes(p.hidden + p.intermediate)
-        return max(1, WORKSPACE_BYTES // (pair * p.top_k))
 
     def _workspace(self, pairs: int) -> dict[str, int]:
         p = self.problem

@@ -1,6 +1,6 @@
 """What the generated code may use of this CPU, as data.
 
-Every value is computed on vectors of 16 lanes, which LLVM splits to what the CPU has; an `Isa`
+Every value is computed on vectors of 16 lanes, a tile's rows, which LLVM splits to what the CPU has; an `Isa`
 only says which of the look-up and dot product instructions exist.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from llvmlite import binding
 
 from rubin_moe.errors import ConfigError
+from rubin_moe.kernels.cpu.rules import TILE_ROWS
 
-LANES = 16
+LANES = TILE_ROWS
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,17 @@
 """What the CPU backend computes. Standard library only."""
 
+from rubin_moe.errors import PlanError
 from rubin_moe.formats.spec import WEIGHT_FORMATS
 from rubin_moe.kernels.base import KernelPlan, MoEProblem, Target
+
+WORKSPACE_BYTES = 256 << 20
+"""Tokens are taken in chunks that need no more than this, or one by one."""
+
+TILE_ROWS = 16
+"""Weight rows that are computed together."""
+
+TILES_PER_ITEM = 4
+"""Tiles that a thread takes at a time."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -20,5 +30,29 @@ def why_not(problem: MoEProblem, target: Target) -> str | None:
 
 
 def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
-    """One plan for every size."""
-    return KernelPlan("cpu", {"num_tokens": num_tokens})
+    """Chunks of tokens, workspace and work items for ``num_tokens``."""
+    for name, size in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
+        if size % TILE_ROWS:
+            raise PlanError(f"{name} = {size} is no multiple of {TILE_ROWS} rows")
+    chunk = min(num_tokens, chunk_tokens(problem))
+    rows = TILE_ROWS * TILES_PER_ITEM
+    return KernelPlan(
+        "cpu",
+        {
+            "tokens": num_tokens,
+            "chunk_tokens": chunk,
+            "workspace_bytes": chunk * token_bytes(problem),
+            "fc1_items_per_expert": -(-problem.intermediate // rows),
+            "fc2_items_per_expert": -(-problem.hidden // rows),
+        },
+    )
+
+
+def token_bytes(problem: MoEProblem) -> int:
+    """Most workspace a token takes: per expert, its activations and FC2's result, in fp32."""
+    return problem.top_k * 4 * (2 * problem.hidden + problem.intermediate)
+
+
+def chunk_tokens(problem: MoEProblem) -> int:
+    """Tokens that one pass over the experts takes."""
+    return max(1, WORKSPACE_BYTES // token_bytes(problem))

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rubin_moe.errors import ConfigError, FormatError
-from rubin_moe.kernels.cpu import isa
-from rubin_moe.kernels.cpu.host import CpuKernel
-from rubin_moe.layouts.fp4_cpu import CODES, SCALES
+from rubin_moe.errors import ConfigError, FormatError, PlanError
+from rubin_moe.kernels.cpu import isa, rules
+from rubin_moe.kernels.cpu.host import CODES, SCALES, CpuKernel
 from tests.oracles import problems
 
 from .cases import Case, experts, problem, same_bits
@@ -189,3 +188,15 @@ def test_more_than_two_to_the_31_results():
 def test_a_problem_of_another_dtype_is_another_kernel(case):
     p = dataclasses.replace(case.kernel.problem, dtype="float32")
     assert CpuKernel(p).variant != case.kernel.variant
+
+
+def test_the_plan_states_the_workspace():
+    p = dataclasses.replace(
+        problem(problems.layer(7, "mxfp4", 4, 64, 32)), hidden=7168, intermediate=2048, top_k=8
+    )
+    plan = rules.plan(p, 100_000)
+    assert plan.fields["workspace_bytes"] <= rules.WORKSPACE_BYTES
+    assert 100 < plan.fields["chunk_tokens"] < 1000
+    assert rules.plan(p, 3).fields["chunk_tokens"] == 3
+    with pytest.raises(PlanError, match="intermediate = 40"):
+        rules.plan(dataclasses.replace(p, intermediate=40), 1)

@@ -8,9 +8,8 @@ import torch
 
 from rubin_moe.formats.spec import FORMATS
 from rubin_moe.kernels.cpu import decode, isa
-from rubin_moe.kernels.cpu.host import code_for
+from rubin_moe.kernels.cpu.host import CODES, SCALES, code_for
 from rubin_moe.kernels.cpu.stages import Variant
-from rubin_moe.layouts.fp4_cpu import CODES, SCALES
 from tests.oracles import quant
 
 from .cases import FORMAT_NAMES

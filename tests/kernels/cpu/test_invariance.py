@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rubin_moe.kernels.cpu import host, memory, threads
+from rubin_moe.kernels.cpu import host, memory, rules, threads
 from tests.oracles import problems
 
 from .cases import Case, same_bits
@@ -69,8 +69,8 @@ def test_chunks_change_nothing(case, monkeypatch):
     ids, weights = problems.routing(2, "some_missing", 33, 6, 3)
     x = case.inputs(33)
     expected = case.run(x, ids, weights)
-    monkeypatch.setattr(host, "WORKSPACE_BYTES", 10_000)
-    assert case.kernel._chunk() < 5
+    monkeypatch.setattr(rules, "WORKSPACE_BYTES", 10_000)
+    assert rules.chunk_tokens(case.kernel.problem) < 5
     assert same_bits(case.run(x, ids, weights), expected)
 
 
