@@ -5,15 +5,22 @@
 
 Needs a driver that loads PTX ISA 8.6 for sm_90a (CUDA 12.8 or later) and NumPy; neither a toolkit
 nor torch. The tests replay the recording on the emulator; ``--only`` runs the probes whose name
-holds a text and prints a summary without writing.
+holds a text and prints a summary without writing. A probe that faults makes its CUDA context
+useless, so probes run in worker processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import datetime
+import multiprocessing
+import os
+import pickle
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,9 @@ from tests.emulator.silicon.recording import (  # noqa: E402
 )
 
 MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+POISONED = 3  # exit status of a worker whose context an error made useless
 
 
 class DriverError(RuntimeError):
@@ -60,11 +70,6 @@ class Driver:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(f"{name}: {(text.value or b'?').decode()}")
-
-    def reset(self) -> None:
-        """Start a new context after an error that poisons the old one."""
-        self._cuda.cuDevicePrimaryCtxReset_v2(self.device)
-        self._context()
 
     def describe(self) -> dict[str, Any]:
         """Name, capability and driver version of the device."""
@@ -167,20 +172,55 @@ def _aligned(encoded: bytes) -> Any:
     return view
 
 
-def record(driver: Driver, probes: list[Probe]) -> Recording:
-    """Run every probe; an error is recorded by name and the next one starts afresh."""
+def work(share: list[Probe], log: Path) -> None:
+    """Run probes in order and append what each answered to ``log``.
+
+    Ends the process after an error that poisons the context; whoever started it goes on with the
+    next probe in a new process.
+    """
+    driver = Driver()
+    with log.open("ab") as stream:
+        for probe in share:
+            try:
+                answer: tuple[Any, ...] = ("output", *driver.run(probe))
+            except DriverError as error:
+                answer = ("error", str(error))
+            pickle.dump((digest(probe), answer), stream)
+            stream.flush()
+            if answer[0] == "error" and not answer[1].startswith("cuModuleLoadData"):
+                os._exit(POISONED)
+
+
+def read_log(log: Path) -> dict[str, tuple[Any, ...]]:
+    """The answers in a log, by digest."""
+    answers = {}
+    with log.open("rb") as stream, contextlib.suppress(EOFError):
+        while True:
+            key, answer = pickle.load(stream)
+            answers[key] = answer
+    return answers
+
+
+def record(probes: list[Probe], workers: int) -> Recording:
+    """Run every probe in worker processes; an error costs the probe that made it alone."""
+    shares = [probes[i::workers] for i in range(workers)]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"{i}.log" for i in range(workers)]
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(_supervise, shares, logs))
+        answers = {k: v for log in logs for k, v in read_log(log).items()}
+    driver = Driver()
     recording = Recording(meta=driver.describe())
     for probe in probes:
         key = digest(probe)
-        try:
-            recording.outputs[key], maps = driver.run(probe)
-            if maps:
-                recording.maps[key] = maps
-        except DriverError as error:
-            recording.errors[key] = str(error)
-            print(f"{probe.name}: {error}", flush=True)
-            if not str(error).startswith("cuModuleLoadData"):
-                driver.reset()
+        answer = answers.get(key, ("error", "no answer in time"))
+        if answer[0] == "error":
+            recording.errors[key] = answer[1]
+            print(f"{probe.name}: {answer[1]}", flush=True)
+            continue
+        recording.outputs[key] = answer[1]
+        if answer[2]:
+            recording.maps[key] = answer[2]
     area = driver.allocate(1 << 20)
     for spec in all_maps():
         try:
@@ -192,15 +232,36 @@ def record(driver: Driver, probes: list[Probe]) -> Recording:
     return recording
 
 
+def _supervise(share: list[Probe], log: Path) -> None:
+    """Run a share to its end, in as many processes as errors demand."""
+    context = multiprocessing.get_context("spawn")
+    log.touch()
+    while True:
+        known = read_log(log)
+        rest = [p for p in share if digest(p) not in known]
+        if not rest:
+            return
+        process = context.Process(target=work, args=(rest, log))
+        process.start()
+        process.join(120)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if process.exitcode not in (0, POISONED):
+            with log.open("ab") as stream:
+                missing = next(p for p in rest if digest(p) not in read_log(log))
+                pickle.dump((digest(missing), ("error", f"exit {process.exitcode}")), stream)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=PATH)
     parser.add_argument("--only", default="")
+    parser.add_argument("--workers", type=int, default=8)
     arguments = parser.parse_args()
     probes = [p for p in all_probes() if arguments.only in p.name]
-    driver = Driver()
-    recording = record(driver, probes)
+    recording = record(probes, min(arguments.workers, len(probes)))
     print(
         f"{recording.meta['device']}, driver {recording.meta['cuda_driver']}: "
         f"{len(recording.outputs)} of {len(probes)} probes, {len(recording.errors)} errors"
