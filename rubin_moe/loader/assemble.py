@@ -98,12 +98,12 @@ class ExpertAssembler:
         e, fmt = len(self.expert_ids), self.spec.fmt
         # Padding is zeros; without any, every byte will be written and need not be now.
         make = torch.empty if self.columns.padded == self.columns.width else torch.zeros
-        nan = torch.full((e, halves), float("nan"))
+        nan = torch.full((e, halves), float("nan"), dtype=torch.float32)
         return ProjectionWeights(
             qdata=make((e, n, fmt.packed_k(k)), dtype=torch.uint8),
             sf=make((e, n, fmt.scales_k(k)), dtype=torch.uint8),
-            dec=torch.ones((e, halves)),
-            bias=torch.zeros((e, n)) if self.spec.has_bias else None,
+            dec=torch.ones((e, halves), dtype=torch.float32),
+            bias=torch.zeros((e, n), dtype=torch.float32) if self.spec.has_bias else None,
             input_dec=None if self._input_scales == "ignore" else nan,
         )
 

@@ -112,7 +112,9 @@ class CpuKernel:
         self.variant = _variant(problem, self.isa)
         self._dtype: torch.dtype = getattr(torch, self.variant.dtype)
         self._code = code_for(self.variant, problem.weight_format)
-        self._zeros = torch.zeros(max(problem.hidden, 2 * problem.intermediate))
+        self._zeros = torch.zeros(
+            max(problem.hidden, 2 * problem.intermediate), dtype=torch.float32
+        )
         self._constants = self._problem_block()
 
     def _problem_block(self) -> Block:

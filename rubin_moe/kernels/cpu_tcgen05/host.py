@@ -62,7 +62,7 @@ class Tcgen05Kernel:
                 f"{weights.name}: {weights.fmt} weights for {self.problem.weight_format}"
             )
         if not self.act_fmt.has_global:
-            ones = torch.ones(weights.num_experts)
+            ones = torch.ones(weights.num_experts, dtype=torch.float32)
             return Tcgen05Experts(weights, ones, ones.clone())
         return Tcgen05Experts(weights, _input_scales(weights, "w13"), _input_scales(weights, "w2"))
 
