@@ -205,7 +205,7 @@ def _emit_extract(em: Emitter, ins: Instruction, bits: int) -> None:
     value = em.read(ins.operands[1], bits)
     start, length = (em.read(operand, 32) & 0xFF for operand in ins.operands[2:4])
     signed = ins.parts[-1][0] == "s"
-    field = shift_right(value, start, False) & _field_mask(em, length, bits)
+    field = shift_right(value, start, signed) & _field_mask(em, length, bits)
     if signed:
         last = start + length - 1
         top = em.b.const(bits - 1, V32)
