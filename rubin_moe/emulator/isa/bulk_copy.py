@@ -364,6 +364,8 @@ class _Clip:
 
 
 def _clip(t: TensorMap, place: tuple[int, ...], rows: tuple[int, ...]) -> _Clip | None:
+    if not rows and t.inside(place):
+        return _Clip(t.offset(place), t.span, t.row_offsets, t.every_row, 0, t.inner_source)
     if rows:
         relative = np.array(rows, np.int64) * t.strides[0]
         inside = np.array([0 <= r < t.dims[1] for r in rows], np.bool_)
@@ -422,6 +424,8 @@ def _load(
 def _global_ranges(
     t: TensorMap, place: tuple[int, ...], rows: tuple[int, ...]
 ) -> NDArray[np.int64]:
+    if not rows and t.inside(place):
+        return t.box_ranges + t.offset(place)
     clip = _clip(t, place, rows)
     if clip is None:
         return np.zeros((0, 2), np.int64)

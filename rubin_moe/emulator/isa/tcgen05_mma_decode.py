@@ -82,33 +82,32 @@ class Tcgen05Mma:
 
     def reads(self) -> list[Footprint]:
         """Shared memory of A and B, tensor memory of A, the scales and (accumulating) D."""
-        out = []
+        return self._footprints[0]
+
+    def writes(self) -> list[Footprint]:
+        """Tensor memory of D."""
+        return self._footprints[1]
+
+    @cached_property
+    def _footprints(self) -> tuple[list[Footprint], list[Footprint]]:
+        blocks = d_blocks(self)
+        ranges = np.concatenate([rectangle(*block[:4]) for block in blocks])
+        writes = [Footprint("tmem", rank, ranges) for rank in self.ranks]
+        reads = []
         for rank in self.ranks:
             if self.a is None:
                 columns = self.idesc.k * self.idesc.a.bits // 32
                 lane, column = _lane(self.a_tmem), self.a_tmem & 0xFFFF
-                out.append(Footprint("tmem", rank, rectangle(lane, 128 - lane, column, columns)))
+                reads.append(Footprint("tmem", rank, rectangle(lane, 128 - lane, column, columns)))
             elif self.collector_a not in ("use", "lastuse"):
-                out.append(_smem_footprint(rank, *self.tile_a))
+                reads.append(_smem_footprint(rank, *self.tile_a))
             if self.collector_b not in ("use", "lastuse"):
-                out.append(_smem_footprint(rank, *self.tile_b))
+                reads.append(_smem_footprint(rank, *self.tile_b))
             if self.idesc.sf_vec:
-                for column, rows, first in (
-                    (self.sfa & 0xFFFF, self.rows, self.idesc.a_sf_id),
-                    (self.sfb & 0xFFFF, self.idesc.n, self.idesc.b_sf_id),
-                ):
-                    out.append(Footprint("tmem", rank, _scale_ranges(self, column, rows, first)))
-        return out + (self.writes() if self.accumulate else [])
-
-    def writes(self) -> list[Footprint]:
-        """Tensor memory of D."""
-        ranges = np.concatenate(
-            [
-                rectangle(lane, lanes, column, columns)
-                for lane, lanes, column, columns, _ in d_blocks(self)
-            ]
-        )
-        return [Footprint("tmem", rank, ranges) for rank in self.ranks]
+                for address, rows in ((self.sfa, self.rows), (self.sfb, self.idesc.n)):
+                    scales = _scale_ranges(self, address & 0xFFFF, rows, address >> 30)
+                    reads.append(Footprint("tmem", rank, scales))
+        return reads + (writes if self.accumulate else []), writes
 
 
 def decode_mma(

@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..isa.footprint import intervals
 from ..isa.legality import refuse, require
 
 
@@ -108,6 +109,16 @@ class TensorMap:
         for size, stride in zip(self.box[1:], self.strides, strict=True):
             offset = (np.arange(size, dtype=np.int64)[:, None] * stride + offset).reshape(-1)
         return offset
+
+    @cached_property
+    def every_row(self) -> NDArray[np.bool_]:
+        """True for every row of the box."""
+        return np.ones(self.rows, np.bool_)
+
+    @cached_property
+    def box_ranges(self) -> NDArray[np.int64]:
+        """Merged byte intervals of a box inside the tensor, relative to its first byte, [n, 2]."""
+        return intervals(self.row_offsets, self.inner_source)
 
     @cached_property
     def row_coordinates(self) -> NDArray[np.int64]:
