@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from rubin_moe.errors import LayoutError
 from rubin_moe.layouts.sf_int32_mn import SfInt32Mn
+from rubin_moe.loader.fold import fold
+from tests.loader.fold_cases import random_weights
 
 PLAIN, UTCCP = SfInt32Mn(utccp=False), SfInt32Mn()
 
@@ -66,3 +68,20 @@ def test_wrong_storage_is_refused():
         PLAIN.unpack(torch.zeros(1, 8, dtype=torch.int32), (3, 4))
     with pytest.raises(LayoutError, match=r"torch.uint8 \[1, 4\], expected torch.int32"):
         PLAIN.unpack(torch.zeros(1, 4, dtype=torch.uint8), (3, 4))
+
+
+@pytest.mark.parametrize("target", ["ue4m3", "ue5m3"])
+def test_from_a_checkpoints_scales_to_words_and_back(target):
+    """Fold, pack four to an int32, transpose, align: no byte is lost on the way, and 16-element
+    blocks stay 16-element blocks."""
+    weights = random_weights()
+    folded, report = fold(weights, "exact", target)
+    assert report.lossless
+    for proj, rows, k in (("w13", 64, 64), ("w2", 64, 32)):
+        sf = getattr(folded, proj).sf
+        words = UTCCP.pack(sf)
+        assert tuple(words.shape) == (4, -(-k // 64), -(-rows // 128) * 128)
+        assert torch.equal(UTCCP.unpack(words, tuple(sf.shape)), sf)
+        one = words[2, 0, 4 * (5 % 32)]  # row 5 of expert 2: its first four scales
+        expected = [*sf[2, 5, :4].tolist(), 0, 0][:4]
+        assert list(int(one).to_bytes(4, "little", signed=True)) == expected

@@ -10,7 +10,7 @@ from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.quantize import dequantize
 from rubin_moe.formats.spec import MXFP4
 from rubin_moe.loader.mxfp4_cast import mxfp4_to_nvfp4
-from tests.loader.test_fold import decoded, random_weights
+from tests.loader.fold_cases import decoded, random_weights
 
 
 def with_scales(scale_bytes: list[int], up_bytes: list[int] | None = None) -> ExpertWeights:
