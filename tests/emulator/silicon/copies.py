@@ -12,9 +12,12 @@ from .probe import MapSpec, Probe, entry
 TABLE = 1024
 """Bytes of coordinates ahead of the tensor in a probe's input."""
 
+BARRIER = 1024
+"""Bytes ahead of the data: the barrier, alone so that the data starts at a multiple of 1024."""
+
 FILL_SHARED = """
-mov.u32 %r0, dyn;
-mov.u32 %r1, bar;
+mov.u32 %r1, dyn;
+add.u32 %r0, %r1, 1024;
 shl.b32 %r2, %t, 2;
 FILL:
 add.u32 %r3, %r0, %r2;
@@ -111,7 +114,7 @@ def tile_load(spec: MapSpec, element: int, places: tuple[tuple[int, ...], ...], 
         size * len(places),
         block=128,
         grid=len(places),
-        smem=size,
+        smem=BARRIER + size,
         maps=(spec,),
     )
 
@@ -194,7 +197,7 @@ def tile_store(
         _input((), tensor),
         total,
         block=128,
-        smem=size,
+        smem=BARRIER + size,
         maps=(spec,),
     )
 
@@ -209,7 +212,9 @@ def bulk_copies() -> list[Probe]:
     body += "@%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
     body += "[%r0+800], [%in+1024], 48, [%r1];\n"
     body += WAIT + DUMP_SHARED.format(size=1024)
-    out = [Probe("bulk load", "cp.async.bulk", entry(body), data, 1024, block=128, smem=1024)]
+    out = [
+        Probe("bulk load", "cp.async.bulk", entry(body), data, 1024, block=128, smem=BARRIER + 1024)
+    ]
     operations = ["add.u32", "add.s32", "add.u64", "min.u32", "max.s32", "and.b32", "or.b32"]
     operations += ["xor.b32", "inc.u32", "dec.u32", "add.noftz.f16", "add.noftz.bf16", "add.f32"]
     for operation in operations:
@@ -225,7 +230,7 @@ def bulk_copies() -> list[Probe]:
         body += "[%out], [%r0], 512;\n"
         body += "@%p0 cp.async.bulk.commit_group;\n@%p0 cp.async.bulk.wait_group 0;\n"
         name = f"cp.reduce.async.bulk.{operation}"
-        out.append(Probe(name, name, entry(body), clean, 512, block=128, smem=512))
+        out.append(Probe(name, name, entry(body), clean, 512, block=128, smem=BARRIER + 512))
     return out
 
 
@@ -242,7 +247,9 @@ def async_copies() -> list[Probe]:
         body += "cp.async.commit_group;\ncp.async.wait_group 0;\nbar.sync 0;\n"
         body += DUMP_SHARED.format(size=2048)
         name = f"cp.async.{cache} {size} bytes"
-        probe = Probe(name, f"cp.async.{cache}", entry(body), data, 2048, block=128, smem=2048)
+        probe = Probe(
+            name, f"cp.async.{cache}", entry(body), data, 2048, block=128, smem=BARRIER + 2048
+        )
         out.append(probe)
     return out
 

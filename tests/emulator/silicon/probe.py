@@ -68,7 +68,6 @@ def entry(body: str, maps: int = 0) -> str:
         + ",\n".join(params)
         + "\n)\n{\n"
         + "\t.reg .pred %p<16>;\n\t.reg .b16 %h<16>;\n\t.reg .b32 %a<16>, %d<132>, %r<32>;\n"
-        + "\t.shared .align 8 .b8 bar[64];\n"
         + "\t.reg .b64 %q<16>, %map<4>;\n\t.reg .b64 %in, %out;\n\t.reg .b32 %t, %i, %c, %n;\n"
         + "\tld.param.u64 %in, [p_in];\n\tcvta.to.global.u64 %in, %in;\n"
         + "\tld.param.u64 %out, [p_out];\n\tcvta.to.global.u64 %out, %out;\n"

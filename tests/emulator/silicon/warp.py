@@ -70,7 +70,7 @@ def barriers() -> list[Probe]:
         ("arrive", "mbarrier.arrive.shared.b64 %q6, [%r0];"),
         ("arrive", "mbarrier.arrive.shared.b64 %q6, [%r0];"),
     ]
-    body = "mov.u32 %r0, bar;\nsetp.ne.u32 %p0, %t, 0;\n@%p0 bra END;\n"
+    body = "mov.u32 %r0, dyn;\nsetp.ne.u32 %p0, %t, 0;\n@%p0 bra END;\n"
     for i, (_, step) in enumerate(steps):
         body += step + "\n"
         for parity in (0, 1):
@@ -79,7 +79,7 @@ def barriers() -> list[Probe]:
             body += f"st.global.b32 [%out+{8 * i + 4 * parity}], %r1;\n"
     body += "END:\n"
     data = np.zeros(16, np.uint8)
-    return [Probe("mbarrier phases", "mbarrier", entry(body), data, 8 * len(steps))]
+    return [Probe("mbarrier phases", "mbarrier", entry(body), data, 8 * len(steps), smem=64)]
 
 
 def atomics() -> list[Probe]:
@@ -87,14 +87,14 @@ def atomics() -> list[Probe]:
     out = []
     values = RNG(44).randint(0, 1 << 32, 32, dtype=np.uint32)
     for op in ("add.u32", "min.s32", "max.u32", "and.b32", "or.b32", "xor.b32", "inc.u32"):
-        body = "setp.ne.u32 %p0, %t, 0;\nmov.u32 %r0, bar;\n@!%p0 st.shared.b32 [%r0], 77;\n"
+        body = "setp.ne.u32 %p0, %t, 0;\nmov.u32 %r0, dyn;\n@!%p0 st.shared.b32 [%r0], 77;\n"
         body += "@!%p0 st.global.b32 [%out], 77;\nbar.sync 0;\n"
         body += "mul.wide.u32 %q4, %t, 4;\nadd.u64 %q4, %q4, %in;\nld.global.b32 %a0, [%q4];\n"
         body += f"atom.global.{op} %r1, [%out], %a0;\natom.shared.{op} %r1, [%r0], %a0;\n"
         body += "bar.sync 0;\n@%p0 bra END;\nld.shared.b32 %r2, [%r0];\n"
         body += "st.global.b32 [%out+4], %r2;\nEND:\n"
         name = f"atom.{op}"
-        out.append(Probe(name, name, entry(body), values.view(np.uint8), 8))
+        out.append(Probe(name, name, entry(body), values.view(np.uint8), 8, smem=64))
     return out
 
 
