@@ -89,7 +89,7 @@ class EmulatedDevice:
         for buffer in buffers:
             self.device.register(buffer)
 
-    def saved(self, launch: DslLaunch, ptx: str) -> SavedLaunch:
+    def saved(self, launch: DslLaunch, ptx: str, cubin: bytes) -> SavedLaunch:
         """`launch` with the registered memory as it is now."""
         ranges = self.device.memory.ranges
         buffers = (SavedBuffer(at, ctypes.string_at(at, size)) for at, size in ranges)
@@ -103,6 +103,7 @@ class EmulatedDevice:
             launch.dynamic_smem_bytes,
             launch.params,
             tuple(buffers),
+            cubin,
         )
 
 
@@ -165,7 +166,7 @@ class _Images:
 
     def __init__(self) -> None:
         self._ptx_by_cubin: dict[bytes, str] = {}
-        self._ptx: dict[int, str] = {}
+        self._code: dict[int, tuple[str, bytes]] = {}
         self._modules: dict[tuple[int, bool], Module] = {}
         self._numbers = itertools.count(1)
 
@@ -180,18 +181,19 @@ class _Images:
         for cubin, ptx in reversed(self._ptx_by_cubin.items()):
             if cubin in image:
                 number = next(self._numbers)
-                self._ptx[number] = ptx
+                self._code[number] = ptx, cubin
                 return number
         raise EmulatorError(
             "device code whose PTX CuTe DSL did not keep: was an option overridden?"
         )
 
-    def ptx(self, number: int) -> str:
-        return self._ptx[number]
+    def code(self, number: int) -> tuple[str, bytes]:
+        """PTX and cubin."""
+        return self._code[number]
 
     def module(self, number: int, deferred: bool) -> Module:
         if (number, deferred) not in self._modules:
-            self._modules[number, deferred] = load_ptx(self._ptx[number], deferred)
+            self._modules[number, deferred] = load_ptx(self._code[number][0], deferred)
         return self._modules[number, deferred]
 
 
@@ -236,7 +238,7 @@ class _Host:
             self._gpu.launches.append(launch)
             if self._gpu.save_to is not None:
                 path = self._gpu.save_to / f"{len(self._gpu.launches):03}_{kernel[:80]}.launch"
-                self._gpu.saved(launch, _images.ptx(library)).save(path)
+                self._gpu.saved(launch, *_images.code(library)).save(path)
             if self._gpu.execute:
                 report = self._gpu.device.launch(
                     entry,

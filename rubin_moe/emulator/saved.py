@@ -1,7 +1,8 @@
 """A launch in one file: what it takes to run a kernel again, elsewhere and without its host code.
 
-The file is a zip of `launch.json`, `kernel.ptx`, `params.bin` and `buffer_<i>.bin`. Parameters and
-tensor maps hold addresses, so a replay places every buffer at the address it had, in fresh memory.
+The file is a zip of `launch.json`, `kernel.ptx`, `kernel.cubin` (may be empty), `params.bin` and
+`buffer_<i>.bin`. Parameters and tensor maps hold addresses, so a replay places every buffer at the
+address it had, in fresh memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class SavedBuffer:
 
 @dataclass(frozen=True)
 class SavedLaunch:
-    """A launch and the device memory it starts from; `params` is the parameter block."""
+    """A launch and the device memory it starts from.
+
+    `params` is the parameter block; `cubin` what ptxas made of `ptx`, for a run on a GPU.
+    """
 
     arch: str
     ptx: str
@@ -48,6 +52,7 @@ class SavedLaunch:
     dynamic_smem_bytes: int
     params: bytes
     buffers: tuple[SavedBuffer, ...]
+    cubin: bytes = b""
 
     def save(self, path: Path) -> None:
         """Writes the file; an existing one is replaced."""
@@ -64,6 +69,7 @@ class SavedLaunch:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
             archive.writestr("launch.json", json.dumps(facts, indent=1))
             archive.writestr("kernel.ptx", self.ptx)
+            archive.writestr("kernel.cubin", self.cubin)
             archive.writestr("params.bin", self.params)
             for index, buffer in enumerate(self.buffers):
                 archive.writestr(f"buffer_{index}.bin", buffer.data)
@@ -92,6 +98,7 @@ class SavedLaunch:
                     facts["dynamic_smem_bytes"],
                     archive.read("params.bin"),
                     buffers,
+                    archive.read("kernel.cubin"),
                 )
         except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
             raise EmulatorError(f"{path} is not a saved launch: {error}") from error

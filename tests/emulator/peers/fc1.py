@@ -44,7 +44,7 @@ from tests.emulator.peers.routing import (
 
 _INTERLEAVE = 64
 _ALPHA = 2.0**-7  # keeps |gate| near one, and the product exact
-_SIZES = Sizes(num_tokens=170, num_experts=4, n=256, k=512)
+_SIZES = Sizes(num_tokens=170, num_experts=4, n=256, k=1024)
 
 
 @dataclass(frozen=True)

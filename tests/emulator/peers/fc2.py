@@ -38,7 +38,7 @@ from tests.emulator.peers.routing import (
 )
 
 _ALPHA = 2.0**-4
-_SIZES = Sizes(num_tokens=170, num_experts=4, n=256, k=512)
+_SIZES = Sizes(num_tokens=170, num_experts=4, n=256, k=1024)
 
 
 @dataclass(frozen=True)

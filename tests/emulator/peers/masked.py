@@ -27,7 +27,7 @@ from tests.emulator.peers.operands import (
 )
 
 _ROWS_WANTED = (130, 0, 77)
-_M, _N, _K = 256, 256, 512
+_M, _N, _K = 256, 256, 1024
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ import numpy as np
 
 from tests.oracles.quant import E2M1, E4M3, SCALES, pack_e2m1
 
-#: Scale codes drawn for (element, scale): full mantissas over two to six binades around one.
+#: Half-open ranges of the scale codes drawn for (element, scale): full mantissas over two to six
+#: binades around one where K is short, over one to three where it is long.
+_SHORT = 768
 _SCALE_CODES = {
-    ("e2m1", "ue4m3"): (48, 64),
-    ("e2m1", "ue5m3"): (112, 128),
-    ("e2m1", "ue8m0"): (125, 131),
-    ("e4m3", "ue8m0"): (125, 129),
+    ("e2m1", "ue4m3"): ((48, 64), (56, 64)),
+    ("e2m1", "ue5m3"): ((112, 128), (120, 128)),
+    ("e2m1", "ue8m0"): ((125, 131), (126, 129)),
+    ("e4m3", "ue8m0"): ((125, 129), (126, 128)),
 }
 
 
@@ -80,7 +82,7 @@ def draw(rng: np.random.Generator, rows: int, k: int, fmt: Format) -> Operand:
         codes[rng.random((rows, k)) < 0.05] = 0
         codes |= rng.integers(0, 2, (rows, k), dtype=np.uint8) << 7
         qdata, elements = codes, E4M3[codes]
-    low, high = _SCALE_CODES[fmt.element, fmt.scale]
+    low, high = _SCALE_CODES[fmt.element, fmt.scale][k > _SHORT]
     sf = rng.integers(low, high, (rows, k // fmt.block), dtype=np.uint8)
     if fmt.scale != "ue8m0":
         sf[rng.random(sf.shape) < 0.02] = 0  # a scale of zero; UE8M0 has none

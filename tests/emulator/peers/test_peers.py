@@ -43,3 +43,14 @@ def test_peer_matches_float64(key: str) -> None:
 @pytest.mark.parametrize("key", [case.key for case in CASES if case.key not in IN_CI])
 def test_every_other_peer_matches_float64(key: str) -> None:
     _run(_case(key))
+
+
+def test_a_changed_nibble_is_seen() -> None:
+    """The comparison can fail: one FP4 code of A is changed after the reference was made."""
+    case = _case("sm_107a-dense_nvfp4_ue4m3_128x64")
+    with emulated_device(case.target) as gpu:
+        prepared = case.prepare()
+        prepared.inputs[0][3, 5] ^= 1
+        comparison = prepared.run(gpu)
+    assert not comparison.passed
+    assert 0 < comparison.elements - comparison.bit_equal <= 192  # row 3 of C at most

@@ -33,7 +33,7 @@ from tests.emulator.peers.routing import (
 _TARGET = "sm_90a"
 _TYPES = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 _INTERLEAVE = 32
-_SIZES = Sizes(num_tokens=120, num_experts=4, n=256, k=256)
+_SIZES = Sizes(num_tokens=120, num_experts=4, n=256, k=512)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class BatchedFp8:
     tile: tuple[int, int, int]
     inst: tuple[int, int, int]
     cluster: tuple[int, int]
-    mnkl: tuple[int, int, int, int] = (256, 256, 256, 2)
+    mnkl: tuple[int, int, int, int] = (256, 256, 1024, 2)
 
     def case(self) -> PeerCase:
         m, n, k, batch = self.mnkl
