@@ -14,6 +14,13 @@ FLOAT_DTYPES = ("F32", "BF16", "F16")
 exist (Mistral-Small-4's shared experts)."""
 
 
+LEAVES = (
+    *("weight", "weight_packed", "blocks", "weight_scale", "scale", "scales", "weight_scale_2"),
+    *("weight_global_scale", "input_scale", "input_global_scale", "weight_shape", "bias"),
+)
+"""Every leaf that any dialect knows."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """How one stored tensor becomes one part.
@@ -75,6 +82,14 @@ class Dialect:
     global_range: tuple[float, float] = (0.0, float("inf"))
     looks_like: str = ""
     stacking: Stacking | None = None
+
+    def leaf(self, part: Part) -> str:
+        """The producer's name of a part, for messages; the part's own if there is none."""
+        for name in LEAVES:
+            reading = self.read(name)
+            if isinstance(reading, Reading) and reading.part == part:
+                return name
+        return part
 
     def __str__(self) -> str:
         return self.name

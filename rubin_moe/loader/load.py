@@ -18,10 +18,10 @@ from rubin_moe.loader.dialect import Dialect, Reading, Stacking
 from rubin_moe.loader.dialects import NotFp4, identify
 from rubin_moe.loader.model import MoESizes, moe_sizes
 from rubin_moe.loader.modelopt_stacked import STACKINGS
-from rubin_moe.loader.names import module_layer, parse
+from rubin_moe.loader.names import module_layer, nearest_names, parse
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.loader.spec import ExpertsSpec, InputScales, Scheme
-from rubin_moe.loader.validate import ScaleChecks, nearest_names
+from rubin_moe.loader.validate import ScaleChecks
 
 
 class ModelCheckpoint(Checkpoint):

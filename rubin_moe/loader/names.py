@@ -9,7 +9,9 @@ producer's name, since only a dialect knows what it means. Standard library only
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -132,3 +134,8 @@ def module_layer(module: str) -> LayerKey | None:
     """Layer of a module path such as ``model.layers.3.mlp.experts``; None if it has none."""
     parsed = parse(f"{module}.0.gate.weight")
     return None if parsed is None else parsed.layer
+
+
+def nearest_names(name: str, among: Iterable[str], count: int = 3) -> list[str]:
+    """The most similar names, for messages."""
+    return get_close_matches(name, list(among), n=count, cutoff=0.5)

@@ -4,7 +4,7 @@ Nothing is mended unless asked for by name (`Repair`), and a repair is counted. 
 bytes: NaN codes, sign bits and zeros are facts about codes, not about a framework's casts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -185,10 +185,3 @@ def settle_input_scales(
         f"{where}: W4A4 needs an input scale that is positive and finite, missing or unusable for "
         f"{'; '.join(parts)}; run weight-only (W4A16) or load with repair='input_scales'"
     )
-
-
-def nearest_names(name: str, among: Iterable[str], count: int = 3) -> list[str]:
-    """The most similar names, for messages."""
-    from difflib import get_close_matches
-
-    return get_close_matches(name, list(among), n=count, cutoff=0.5)

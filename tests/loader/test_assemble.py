@@ -42,6 +42,17 @@ def test_order_does_not_matter_and_twice_gives_the_same_bytes():
         assert all(torch.equal(t, b.tensors()[n]) for n, t in a.tensors().items())
 
 
+def test_a_servers_default_device_and_dtype_are_not_for_weights():
+    found = tensors()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            weights = assemble(found)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(weights, layer("nvfp4-ue4m3"))
+
+
 def test_the_checkpoints_tensors_are_not_written_to():
     found = tensors()
     before = {n: t.clone() for n, t in found.items()}
