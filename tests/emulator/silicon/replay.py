@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubin_moe.emulator import Device, load_ptx
+from rubin_moe.emulator.errors import EmulatorError
 
 from .probe import Probe
 from .recording import MAP_BYTES
@@ -33,6 +34,15 @@ def emulate(probe: Probe, maps: bytes = b"") -> NDArray[np.uint8]:
         dynamic_smem=probe.smem,
     )
     return target[: probe.out_bytes].copy()
+
+
+def refuses(probe: Probe) -> bool:
+    """Whether the emulator refuses to load the probe's kernel, as sm_90a's driver does."""
+    try:
+        load_ptx(probe.ptx)
+    except EmulatorError:
+        return True
+    return False
 
 
 def _buffer(nbytes: int) -> NDArray[np.uint8]:
