@@ -1,7 +1,7 @@
 """What the generated code may use of this CPU, as data.
 
-Every value is computed on vectors of 16 lanes, a tile's rows, which LLVM splits to what the CPU has; an `Isa`
-only says which of the look-up and dot product instructions exist.
+Every value is computed on vectors of 16 lanes, a tile's rows, which LLVM splits to what the CPU
+has; an `Isa` only says which of the look-up and dot product instructions exist.
 """
 
 from __future__ import annotations
