@@ -376,22 +376,48 @@ def decode_elements(smem, base, offsets, mode, table, mn_major, out):
 
 
 @njit(nogil=True, error_model="numpy", fastmath={"contract"}, cache=True)
-def multiply(a, b, out):
-    """``out = a @ b`` in float64, [M, K] by [K, N]: K a multiple of 8, summed in order of k.
+def multiply(a, b, sa, sb, vec, out):
+    """``out[m, n] = sum_q sa[m, q] * sb[n, q] * dot_q(m, n)`` in float64.
 
-    A library product would start threads of its own, which costs milliseconds on a busy machine.
+    ``a`` [M, K], ``b`` [K, N], M and ``vec`` multiples of 4, blocks of ``vec`` along K. A library
+    product would start threads of its own, which costs milliseconds on a busy machine.
     """
-    depth = a.shape[1]
     n = b.shape[1]
-    for m in range(a.shape[0]):
-        row = out[m]
-        for k in range(0, depth, 8):
-            a0, a1, a2, a3 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
-            a4, a5, a6, a7 = a[m, k + 4], a[m, k + 5], a[m, k + 6], a[m, k + 7]
-            for j in range(n):
-                low = a0 * b[k, j] + a1 * b[k + 1, j] + a2 * b[k + 2, j] + a3 * b[k + 3, j]
-                high = a4 * b[k + 4, j] + a5 * b[k + 5, j] + a6 * b[k + 6, j] + a7 * b[k + 7, j]
-                if k == 0:
-                    row[j] = low + high
+    block = np.empty((4, n), np.float64)
+    for m in range(0, a.shape[0], 4):
+        for q in range(sa.shape[1]):
+            for k in range(q * vec, (q + 1) * vec, 4):
+                a00, a01, a02, a03 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
+                a10, a11, a12, a13 = a[m + 1, k], a[m + 1, k + 1], a[m + 1, k + 2], a[m + 1, k + 3]
+                a20, a21, a22, a23 = a[m + 2, k], a[m + 2, k + 1], a[m + 2, k + 2], a[m + 2, k + 3]
+                a30, a31, a32, a33 = a[m + 3, k], a[m + 3, k + 1], a[m + 3, k + 2], a[m + 3, k + 3]
+                if k == q * vec:
+                    block[:] = 0.0
+                for j in range(n):
+                    b0, b1, b2, b3 = b[k, j], b[k + 1, j], b[k + 2, j], b[k + 3, j]
+                    block[0, j] += a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
+                    block[1, j] += a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
+                    block[2, j] += a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
+                    block[3, j] += a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
+            for i in range(4):
+                scale = sa[m + i, q]
+                if q == 0:
+                    for j in range(n):
+                        out[m + i, j] = block[i, j] * (scale * sb[j, q])
                 else:
-                    row[j] += low + high
+                    for j in range(n):
+                        out[m + i, j] += block[i, j] * (scale * sb[j, q])
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def store_f32(product, tmem, lane, column, sign, accumulate, factor):
+    """Rows of ``product`` to lanes from ``lane``, plus ``factor`` times what is there, rounded."""
+    d = tmem.view(np.float32)
+    for r in range(product.shape[0]):
+        row = d[lane + r, column : column + product.shape[1]]
+        if accumulate:
+            for j in range(product.shape[1]):
+                row[j] = np.float32(sign * product[r, j] + factor * np.float64(row[j]))
+        else:
+            for j in range(product.shape[1]):
+                row[j] = np.float32(sign * product[r, j])

@@ -50,10 +50,19 @@ def decode_rows(
     return out
 
 
-def multiply(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``left @ right``, float64 [M, K] by [K, N], both contiguous."""
+def multiply(
+    left: NDArray[np.float64],
+    right: NDArray[np.float64],
+    scales: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None,
+) -> NDArray[np.float64]:
+    """``left @ right``, float64 [M, K] by [K, N], both contiguous; M and K multiples of 4.
+
+    ``scales`` [M, blocks] and [N, blocks] multiply the blocks of K of both sides.
+    """
+    if scales is None:
+        scales = np.ones((left.shape[0], 1)), np.ones((right.shape[1], 1))
     out = np.empty((left.shape[0], right.shape[1]))
-    kernels.multiply(left, right, out)
+    kernels.multiply(left, right, *scales, left.shape[1] // scales[0].shape[1], out)
     return out
 
 

@@ -214,18 +214,18 @@ def _perform_generic(op: Tcgen05Mma, cluster: Cluster) -> None:
     a = _collected(cluster, op, "a", op.collector_a, (desc.a, desc.m, desc.k), read_a)
     for index, rank in enumerate(op.ranks):
         tmem = cluster.tmem(rank)
-        left, right = a[index], b
+        scales = None
         if desc.sf_vec:
-            blocks = (desc.num_scales, desc.sf_vec)
             sa = _read_scales(op, tmem, op.sfa, op.rows, 0)
-            sb = _read_scales(op, tmem, op.sfb, desc.n, 1000)
-            left = (left.reshape(-1, *blocks) * sa[:, :, None]).reshape(left.shape)
-            right = (right.reshape(*blocks, -1) * sb.T[:, None, :]).reshape(right.shape)
-        product = multiply(left, right)
-        if desc.a_negate != desc.b_negate:
-            product = -product
-        mask = op.disabled_lanes[4 * index : 4 * index + 4]
-        _store(op, tmem, product, mask)
+            scales = sa, _read_scales(op, tmem, op.sfb, desc.n, 1000)
+        product = multiply(a[index], b, scales)
+        sign = -1.0 if desc.a_negate != desc.b_negate else 1.0
+        if desc.d == "f32" and not op.disabled_lanes and op.rows == 128:
+            factor, column = 2.0**-op.scale_d, op.d & 0xFFFF
+            kernels.store_f32(product, tmem, 0, column, sign, op.accumulate, factor)
+        else:
+            mask = op.disabled_lanes[4 * index : 4 * index + 4]
+            _store(op, tmem, sign * product, mask)
 
 
 def _read_scales(
