@@ -168,6 +168,7 @@ class CpuKernel:
         else:
             result = x.new_empty(x.shape, dtype=self._dtype)
         step = rules.chunk_tokens(self.problem)
+        expert_map = None if expert_map is None else expert_map.contiguous()
         for first in range(0, x.shape[0], step):
             rows = slice(first, first + step)
             self._run_chunk(

@@ -65,7 +65,7 @@ def _is_arm() -> bool:
 
 def available() -> tuple[str, ...]:
     """Names of what this CPU has, best first; ``generic`` is always the last."""
-    have = {name for name, on in binding.get_host_cpu_features().items() if on}
+    have = {name for name, on in _features().items() if on}
     names = []
     if have >= _AVX512_DOT:
         names.append("avx512-dot")
@@ -82,4 +82,13 @@ def detect(name: str | None = None) -> Isa:
     chosen = name or names[0]
     if chosen not in names:
         raise ConfigError(f"this CPU has no {chosen}; it has {', '.join(names)}")
-    return _isa(chosen, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
+    flags = ",".join(f"{'+' if on else '-'}{flag}" for flag, on in sorted(_features().items()))
+    return _isa(chosen, binding.get_host_cpu_name(), flags)
+
+
+def _features() -> dict[str, bool]:
+    """LLVM's names of this CPU's features; empty where LLVM cannot ask the CPU."""
+    try:
+        return dict(binding.get_host_cpu_features())
+    except RuntimeError:
+        return {}
