@@ -1,17 +1,15 @@
 """One layer's experts from a checkpoint on disk.
 
-Memory held is the result and views of mapped files; the largest temporary is one expert's
-projection, where rows have to be turned.
+Memory held is the result and views of mapped files. torch is imported when bytes are read: what
+headers and configs tell is told without it.
 """
 
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rubin_moe.errors import CheckpointError, ConfigError
-from rubin_moe.formats.experts import ExpertWeights
-from rubin_moe.loader.assemble import ExpertAssembler
 from rubin_moe.loader.checkpoint import Checkpoint
 from rubin_moe.loader.config import Declared, QuantConfig, find_config
 from rubin_moe.loader.dialect import Dialect, Reading, Stacking
@@ -21,7 +19,10 @@ from rubin_moe.loader.modelopt_stacked import STACKINGS
 from rubin_moe.loader.names import module_layer, nearest_names, parse
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.loader.spec import ExpertsSpec, InputScales, Scheme
-from rubin_moe.loader.validate import ScaleChecks
+
+if TYPE_CHECKING:
+    from rubin_moe.formats.experts import ExpertWeights
+    from rubin_moe.loader.validate import ScaleChecks
 
 
 class ModelCheckpoint(Checkpoint):
@@ -185,9 +186,9 @@ def load_experts(
     shard: Shard | None = None,
     *,
     input_scales: InputScales | None = None,
-    checks: ScaleChecks | None = None,
+    checks: "ScaleChecks | None" = None,
     stacking: Stacking | None = None,
-) -> ExpertWeights:
+) -> "ExpertWeights":
     """One layer's routed experts, cut to ``shard``. Pure: the same bytes each time.
 
     Args:
@@ -200,6 +201,8 @@ def load_experts(
     Raises:
         CheckpointError, ConfigError: see `ExpertAssembler` and `ModelCheckpoint.spec`.
     """
+    from rubin_moe.loader.assemble import ExpertAssembler
+
     module = checkpoint.module(layer)
     spec = checkpoint.spec(layer, stacking)
     assembler = ExpertAssembler(spec, shard, module, input_scales=input_scales, checks=checks)
