@@ -46,7 +46,6 @@ class Probe:
     out_bytes: int
     block: int = 32
     grid: int = 1
-    cluster: int = 1
     smem: int = 0
     maps: tuple[MapSpec, ...] = ()
     ulps: int = 0
@@ -54,7 +53,7 @@ class Probe:
     refused: bool = False
 
 
-def entry(body: str, maps: int = 0) -> str:
+def entry(body: str, maps: int = 0, cluster: int = 1) -> str:
     """A kernel ``probe`` around ``body``; ``%in`` and ``%out`` hold the global pointers, ``%t`` the
     thread of the CTA, ``%i`` the thread of the grid, ``%map0``.. the tensor maps."""
     params = ["\t.param .u64 p_in", "\t.param .u64 p_out"]
@@ -66,7 +65,9 @@ def entry(body: str, maps: int = 0) -> str:
         HEADER
         + ".visible .entry probe(\n"
         + ",\n".join(params)
-        + "\n)\n{\n"
+        + "\n)\n"
+        + (f".reqnctapercluster {cluster}, 1, 1\n" if cluster > 1 else "")
+        + "{\n"
         + "\t.reg .pred %p<16>;\n\t.reg .b16 %h<16>;\n\t.reg .b32 %a<16>, %d<132>, %r<32>;\n"
         + "\t.reg .b64 %q<16>, %map<4>;\n\t.reg .b64 %in, %out;\n\t.reg .b32 %t, %i, %c, %n;\n"
         + "\tld.param.u64 %in, [p_in];\n\tcvta.to.global.u64 %in, %in;\n"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import alu, copies, matrix, warp
+from . import alu, cluster, copies, matrix, warp
 from .probe import MapSpec, Probe
 
 PATH = Path(__file__).with_name("recording.npz")
@@ -25,7 +25,8 @@ MAP_BYTES = 128
 
 def all_probes() -> list[Probe]:
     """Every probe, in the order of the recording."""
-    return alu.probes() + copies.probes() + matrix.probes() + warp.probes()
+    parts = (alu, copies, matrix, warp, cluster)
+    return [probe for part in parts for probe in part.probes()]
 
 
 def all_maps() -> list[MapSpec]:
