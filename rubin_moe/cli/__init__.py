@@ -14,6 +14,7 @@ import rubin_moe
 
 COMMANDS: dict[str, str] = {
     "check-port": "check_port",
+    "demo": "demo",
     "doctor": "doctor",
     "eval": "eval",
     "select": "select",

@@ -152,8 +152,8 @@ class LayerLoading:
             )
             self._came = set()
         taken = self._assembler.add(slot, tensor)
-        if taken and isinstance(slot, ExpertSlot):
-            self._came.add(slot)
+        if isinstance(slot, ExpertSlot):
+            self._came.add(slot)  # also what is ignored or another rank's: all of it comes again
         if self._complete and self._came == self._complete:
             weights = self.finish()
             assert weights is not None

@@ -8,6 +8,8 @@ from vllm.logger import init_logger
 from rubin_moe.kernels.registry import Selection
 from rubin_moe.loader.spec import ExpertsSpec
 
+SEPARATOR = " | "
+
 _logger = init_logger("vllm.rubin_moe")
 
 
@@ -57,4 +59,4 @@ class ServingReport:
         parts += [f"not {name}: {reason}" for name, reason in self._reasons.items()]
         parts += [f"{n} {what}" for what, n in self._others.items()]
         parts += list(self._notes)
-        return "rubin_moe serves " + "; ".join(parts)
+        return "rubin_moe serves " + SEPARATOR.join(parts)

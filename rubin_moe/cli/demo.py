@@ -1,0 +1,33 @@
+"""``rubin-moe demo``: serve a small model with vLLM on this machine and let it speak."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    model: Annotated[Path, typer.Argument(help="folder of an FP4 checkpoint")],
+    prompt: Annotated[str, typer.Option(help="text to continue")] = "And the LORD said unto Moses,",
+    tokens: Annotated[int, typer.Option(help="tokens to generate")] = 64,
+) -> None:
+    """Start ``vllm serve`` on MODEL, print a completion, its speed, and who computed it and why."""
+    from rubin_moe.adapters.vllm import server
+
+    typer.echo(f"starting vllm serve {model} --quantization rubin_moe", err=True)
+    with server.running(model) as running:
+        typer.echo(f"ready after {running.start_seconds:.0f} s", err=True)
+        running.complete(prompt, 4, temperature=0)  # what happens once is not in the speed
+        begin = time.perf_counter()
+        answer = running.complete(prompt, tokens, temperature=0.7, seed=1611, ignore_eos=True)
+        seconds = time.perf_counter() - begin
+        count = answer["usage"]["completion_tokens"]
+        typer.echo(f"\n{prompt}{answer['choices'][0]['text']}\n")
+        typer.echo(
+            f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s, one request"
+        )
+        typer.echo(running.backend_report().replace(" | ", "\n  "))
