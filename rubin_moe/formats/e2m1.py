@@ -34,14 +34,25 @@ def encode(values: Tensor) -> Tensor:
     The sign of zero is kept. NaN has no code and becomes a zero: whoever may meet it (a quantizer)
     marks the block by its scale.
     """
+    sign = 4 - torch.copysign(values.new_tensor(4.0), values)  # 8 where it is set
+    return _magnitude_codes(values).add_(sign).to(torch.uint8)
+
+
+def nearest(values: Tensor) -> Tensor:
+    """``decode(encode(values))`` in the dtype of ``values``, without the codes in between."""
+    codes = _magnitude_codes(values)
+    magnitude = torch.maximum(codes * 0.5, codes - 2)  # 0 to 2 in halves, then 3 and 4
+    return torch.copysign(torch.maximum(magnitude, codes.mul_(4).sub_(22)), values)  # and 6
+
+
+def _magnitude_codes(values: Tensor) -> Tensor:
+    """Codes 0..7 as floats. Steps are 0.5 up to 2, 1 up to 4, 2 up to 6: the code is the least of
+    three roundings."""
     magnitude = values.abs().nan_to_num_(0.0, posinf=8.0)
-    # steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6: the code is the least of three roundings
     codes = torch.round(magnitude * 2)
     torch.minimum(codes, torch.round(magnitude).add_(2), out=codes)
     torch.minimum(codes, magnitude.mul_(0.5).round_().add_(4), out=codes)
-    codes.clamp_(max=7)
-    sign = 4 - torch.copysign(values.new_tensor(4.0), values)  # 8 where it is set
-    return codes.add_(sign).to(torch.uint8)
+    return codes.clamp_(max=7)
 
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

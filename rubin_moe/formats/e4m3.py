@@ -15,6 +15,11 @@ def encode(values: Tensor) -> Tensor:
     return UE4M3.encode(values) | (values.signbit().to(torch.uint8) << 7)
 
 
+def nearest(values: Tensor) -> Tensor:
+    """``decode(encode(values))`` in the dtype of ``values``."""
+    return decode(encode(values), values.dtype)
+
+
 def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """uint8 codes of any shape -> values of ``dtype``."""
     magnitude = UE4M3.decode(codes & 0x7F, dtype)

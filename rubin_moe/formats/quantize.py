@@ -36,7 +36,7 @@ SEARCH_WINDOW = {"ue4m3": range(-4, 7), "ue5m3": range(-4, 7), "ue8m0": range(-1
 """Codes around the rule's own scale that a search tries: from a third below (clipping the
 largest) to amax mapped on 4 instead of 6 and a little more."""
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 17  # float32 elements that a second-level cache holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +96,9 @@ def quantize(
         blocks = blocks.reshape(-1, blocks_per_row, fmt.sf_vec_size)
         part_dec = None if row_dec is None else row_dec[part, None]
         base = _block_scales(blocks.abs().amax(-1).double(), fmt, part_dec, mx_rule)
-        codes, scales = _best(blocks, base, fmt, part_dec) if search else (None, base)
-        if codes is None:
-            codes = _elements(blocks, scales, fmt, part_dec)
+        scales = _best_scales(blocks, base, fmt, part_dec) if search else base
+        codes = _elements(blocks, scales, fmt, part_dec).flatten(-2)
         flat_sf[part] = scales
-        codes = codes.flatten(-2)
         flat_q[part] = e2m1.pack(codes) if fmt.element == "e2m1" else codes
     return QuantizedBlocks(qdata, sf)
 
@@ -182,30 +180,31 @@ def _scale_values(
 
 def _elements(blocks: Tensor, scales: Tensor, fmt: BlockFormat, dec: Tensor | None) -> Tensor:
     """``[rows, blocks, vec]`` -> uint8 codes of the same shape."""
-    value = _scale_values(scales, fmt, dec, blocks.dtype)
-    dead = (value == 0) | value.isnan()
-    ratio = blocks / value.masked_fill(dead, 1.0)[..., None]
-    codes = e2m1.encode(ratio) if fmt.element == "e2m1" else e4m3.encode(ratio)
-    return codes.masked_fill_(dead[..., None], 0)
+    ratio = _ratios(blocks, _scale_values(scales, fmt, dec, blocks.dtype))
+    return e2m1.encode(ratio) if fmt.element == "e2m1" else e4m3.encode(ratio)
 
 
-def _best(
-    blocks: Tensor, base: Tensor, fmt: BlockFormat, dec: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of least squared error; a tie keeps the scale nearest to the rule's."""
+def _ratios(blocks: Tensor, scale: Tensor) -> Tensor:
+    """Elements over their scale value; zero where that is zero or NaN."""
+    dead = (scale == 0) | scale.isnan()
+    ratio = blocks / scale.masked_fill(dead, 1.0)[..., None]
+    return ratio.masked_fill_(dead[..., None], 0.0) if dead.any() else ratio
+
+
+def _best_scales(blocks: Tensor, base: Tensor, fmt: BlockFormat, dec: Tensor | None) -> Tensor:
+    """Scales of least squared error, judged in float32; a tie keeps the one nearest to the rule."""
+    scaled = (blocks if dec is None else blocks / dec[..., None]).float()
     last = CODECS[fmt.scale].max_code
     alive = (base > 0) & (base <= last)
-    least = torch.full(base.shape, torch.inf, dtype=blocks.dtype, device=blocks.device)
-    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=blocks.device)
-    scales = base.clone()
+    least = torch.full(base.shape, torch.inf, device=blocks.device)
+    scales = base
     for step in sorted(SEARCH_WINDOW[fmt.scale], key=abs):
         tried = torch.where(alive, (base.int() + step).clamp(1, last), base.int()).to(torch.uint8)
-        q = _elements(blocks, tried, fmt, dec)
-        element = e2m1.decode(q, blocks.dtype) if fmt.element == "e2m1" else e4m3.decode(q)
-        decoded = element * _scale_values(tried, fmt, dec, blocks.dtype)[..., None]
-        error = (decoded - blocks).square_().sum(-1)
+        value = _scale_values(tried, fmt, None, torch.float32)
+        ratio = _ratios(scaled, value)
+        nearest = e2m1.nearest(ratio) if fmt.element == "e2m1" else e4m3.nearest(ratio)
+        error = nearest.sub_(ratio).square_().sum(-1) * value.square()
         better = error < least
         least = torch.where(better, error, least)
         scales = torch.where(better, tried, scales)
-        codes = torch.where(better[..., None], q, codes)
-    return codes, scales
+    return scales

@@ -166,6 +166,16 @@ def test_e2m1_encode_equals_ml_dtypes_on_a_fine_grid(dtype):
     np.testing.assert_array_equal(e2m1.encode(values).numpy(), theirs)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+def test_nearest_is_decode_of_encode(dtype):
+    values = (torch.arange(-1100, 1101).double() / 128).to(dtype)
+    values = torch.cat([values, torch.tensor([torch.inf, -torch.inf, -0.0], dtype=dtype)])
+    assert torch.equal(e2m1.nearest(values), e2m1.decode(e2m1.encode(values), dtype))
+    assert e2m1.nearest(values)[-1].signbit()
+    if dtype != torch.bfloat16:
+        assert torch.equal(e4m3.nearest(values * 60), e4m3.decode(e4m3.encode(values * 60), dtype))
+
+
 def test_e2m1_specials():
     values = torch.tensor([torch.inf, -torch.inf, 100.0, -0.0, torch.nan])
     assert e2m1.encode(values).tolist() == [7, 15, 7, 8, 0]

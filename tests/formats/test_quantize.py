@@ -176,7 +176,7 @@ def test_a_search_never_has_the_larger_error_in_any_block(fmt):
         return e.reshape(128, -1, fmt.sf_vec_size).sum(-1)
 
     plain, searched = errors(False), errors(True)
-    assert (searched <= plain * (1 + 1e-6)).all()
+    assert (searched <= plain * (1 + 1e-5)).all()
     if fmt.element == "e2m1":
         assert searched.sum() < 0.97 * plain.sum()
 
