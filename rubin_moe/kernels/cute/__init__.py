@@ -1,0 +1,1 @@
+"""Parts of CuTe DSL kernels that architectures share."""

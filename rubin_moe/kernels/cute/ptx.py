@@ -1,0 +1,280 @@
+"""Inline PTX that the kernels are made of, one function an instruction.
+
+Addresses in shared and tensor memory are 32-bit integers, global addresses 64-bit ones: the kernels
+do their own address arithmetic, so what a function emits is what its name says.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8, Uint32
+from cutlass.cute.arch import inline_ptx
+
+WAIT = """{
+.reg .pred done;
+WAIT_LOOP:
+mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1};
+@!done bra WAIT_LOOP;
+}"""
+
+
+def smem_base() -> Int32:
+    """Address of dynamic shared memory, aligned to 1024 bytes."""
+    return Int32(cute.arch.get_dyn_smem(Uint8, 1024).toint())
+
+
+# ---- mbarriers and fences
+
+
+def mbarrier_init(bar, arrivals):
+    inline_ptx("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", read_only_args=[bar, arrivals])
+
+
+def mbarrier_init_fence():
+    inline_ptx("fence.mbarrier_init.release.cluster;")
+
+
+def mbarrier_wait(bar, parity):
+    """Returns once the phase of that parity is complete."""
+    inline_ptx(WAIT, read_only_args=[bar, parity])
+
+
+def mbarrier_arrive(bar):
+    inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[bar])
+
+
+def mbarrier_arrive_expect_tx(bar, nbytes):
+    inline_ptx(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};",
+        read_only_args=[bar, nbytes],
+    )
+
+
+def fence_proxy_async():
+    """Orders this thread's own writes to shared memory before reads by TMA, tcgen05."""
+    inline_ptx("fence.proxy.async.shared::cta;")
+
+
+def barrier_sync(index: int, threads: int):
+    inline_ptx(f"bar.sync {index}, {threads};")
+
+
+# ---- global memory
+
+
+def load_s32(address) -> Int32:
+    return inline_ptx(
+        "ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+def load_f32(address) -> Float32:
+    return inline_ptx(
+        "ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
+
+
+def store_f32(address, value):
+    inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_v2_b32(address, low, high):
+    inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
+
+
+def store_b8(address, value):
+    """The low byte of a 32-bit register."""
+    inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def add_f32(address, value):
+    """Atomic, no return."""
+    inline_ptx("red.global.add.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+# ---- copies to shared memory
+
+
+def bulk_load(smem, address, nbytes, bar):
+    """Contiguous copy by the TMA unit; its bytes are counted at ``bar``."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[smem, address, nbytes, bar],
+    )
+
+
+def cp_async_16(smem, address, valid_bytes):
+    """16 bytes past L1; bytes from ``valid_bytes`` on are zero."""
+    inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[smem, address, valid_bytes],
+    )
+
+
+def cp_async_4(smem, address, valid_bytes):
+    inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
+        read_only_args=[smem, address, valid_bytes],
+    )
+
+
+def cp_async_commit():
+    inline_ptx("cp.async.commit_group;")
+
+
+def cp_async_wait(pending: int):
+    """Until at most ``pending`` of this thread's groups are incomplete."""
+    inline_ptx(f"cp.async.wait_group {pending};")
+
+
+# ---- tensor memory
+
+
+def tmem_alloc(slot, columns: int):
+    """Whole warp; the address appears in shared memory at ``slot``."""
+    inline_ptx(
+        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {columns};",
+        read_only_args=[slot],
+    )
+
+
+def tmem_relinquish():
+    inline_ptx("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
+
+
+def tmem_dealloc(address, columns: int):
+    inline_ptx(
+        f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {columns};",
+        read_only_args=[address],
+    )
+
+
+def load_shared_s32(address) -> Int32:
+    return inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+def tcgen05_fence_after():
+    inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def tcgen05_fence_before():
+    inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def tcgen05_commit(bar):
+    """``bar`` gets one arrival when all this thread's tcgen05 operations so far are complete."""
+    inline_ptx(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
+        read_only_args=[bar],
+    )
+
+
+def copy_scales(taddr, sdesc):
+    """One chunk of 128 rows x 4 scales, to all four lane quarters."""
+    inline_ptx(
+        "tcgen05.cp.cta_group::1.32x128b.warpx4 [{$r0}], {$r1};", read_only_args=[taddr, sdesc]
+    )
+
+
+def mma_nvfp4(d, a_desc, b_desc, idesc, sfa, sfb, accumulate):
+    """Block-scaled FP4 x FP4, a scale every 16 elements."""
+    inline_ptx(
+        "{\n.reg .pred acc;\nsetp.ne.b32 acc, {$r6}, 0;\n"
+        "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 "
+        "[{$r0}], {$r1}, {$r2}, {$r3}, [{$r4}], [{$r5}], acc;\n}",
+        read_only_args=[d, a_desc, b_desc, idesc, sfa, sfb, accumulate],
+    )
+
+
+def tmem_load(shape: str, count: int, taddrs, registers: int) -> list[Uint32]:
+    """One ``tcgen05.ld`` from each address, ``registers`` values each, and the wait for them.
+
+    One block of text, so that no use of a value can be moved above the wait.
+    """
+    lines = []
+    for a in range(len(taddrs)):
+        names = ", ".join(f"{{$w{a * registers + i}}}" for i in range(registers))
+        lines.append(f"tcgen05.ld.sync.aligned.{shape}.x{count}.b32 {{{names}}}, [{{$r{a}}}];")
+    out = inline_ptx(
+        "\n".join([*lines, "tcgen05.wait::ld.sync.aligned;"]),
+        write_only_types=[Uint32] * (registers * len(taddrs)),
+        read_only_args=list(taddrs),
+    )
+    return list(out)
+
+
+def tmem_store(shape: str, count: int, taddrs, values: list[Uint32]):
+    """One ``tcgen05.st`` to each address, the values shared out in order, and the wait for them."""
+    each = len(values) // len(taddrs)
+    lines = []
+    for a in range(len(taddrs)):
+        first = len(taddrs) + a * each
+        names = ", ".join(f"{{$r{first + i}}}" for i in range(each))
+        lines.append(f"tcgen05.st.sync.aligned.{shape}.x{count}.b32 [{{$r{a}}}], {{{names}}};")
+    inline_ptx(
+        "\n".join([*lines, "tcgen05.wait::st.sync.aligned;"]),
+        read_only_args=[*taddrs, *values],
+    )
+
+
+# ---- arithmetic
+
+
+def as_f32(bits) -> Float32:
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def as_u32(value) -> Uint32:
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[value])
+
+
+def exp2_approx(x) -> Float32:
+    return inline_ptx(
+        "ex2.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def rcp_approx(x) -> Float32:
+    return inline_ptx(
+        "rcp.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def div(x, y) -> Float32:
+    """Correctly rounded."""
+    return inline_ptx(
+        "div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
+
+
+def max_abs(x, y) -> Float32:
+    """max(x, |y|)."""
+    return inline_ptx(
+        "{\n.reg .f32 t;\nabs.f32 t, {$r1};\nmax.f32 {$w0}, {$r0}, t;\n}",
+        write_only_types=[Float32],
+        read_only_args=[x, y],
+    )
+
+
+def encode_scale(value, ue5m3: bool) -> Uint32:
+    """A block scale's code: UE5M3 rounded up, UE4M3 to nearest even; both saturate."""
+    form = "cvt.rp.satfinite.ue5m3x2.f32" if ue5m3 else "cvt.rn.satfinite.e4m3x2.f32"
+    return inline_ptx(
+        f"{{\n.reg .b16 t;\n.reg .f32 zero;\nmov.f32 zero, 0f00000000;\n"
+        f"{form} t, zero, {{$r0}};\ncvt.u32.u16 {{$w0}}, t;\n}}",
+        write_only_types=[Uint32],
+        read_only_args=[value],
+    )
+
+
+def encode_e2m1x8(v: list[Float32]) -> Uint32:
+    """Eight elements to four bytes, the first in the lowest nibble."""
+    cvt = "\n".join(
+        f"cvt.rn.satfinite.e2m1x2.f32 b{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4)
+    )
+    return inline_ptx(
+        f"{{\n.reg .b8 b0, b1, b2, b3;\n{cvt}\nmov.b32 {{$w0}}, {{b0, b1, b2, b3}};\n}}",
+        write_only_types=[Uint32],
+        read_only_args=list(v),
+    )

@@ -1,0 +1,1 @@
+"""Rubin: swap-AB grouped GEMMs, compiled for sm_107a."""

@@ -1,0 +1,144 @@
+"""FC2: activations x expert weights, times alpha and the router weight. Device code.
+
+The mainloop is FC1's with the sorted rows themselves as rows. A lane is a feature, a register a
+token, so a warp's stores are 128 contiguous bytes. Deterministic: each (token, expert choice) has a
+slot of its own and an ordered sum follows; atomic: added to the token's row at once.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from rubin_moe.kernels.cute import ptx
+from rubin_moe.kernels.sm107 import plan as P
+from rubin_moe.kernels.sm107.mainloop import WORK_BYTES, Mainloop
+from rubin_moe.kernels.sm107.plan import GemmPlan
+
+SUBTILE = 32
+
+
+class GemmFinalize:
+    """One FC2 kernel.
+
+    Args:
+        plan: tile, scale format.
+        intermediate: K of the GEMM; hidden: features of the output row.
+        atomic: add to the token's row instead of writing the choice's slot.
+    """
+
+    def __init__(self, plan: GemmPlan, intermediate: int, hidden: int, atomic: bool):
+        self.plan = plan
+        self.hidden = hidden
+        self.atomic = atomic
+        self.k_tiles = -(-intermediate // P.TILE_K)
+        self.row_tiles = -(-hidden // P.TILE_M)
+        self.loop = Mainloop(plan, self.k_tiles, self.row_tiles)
+
+    @cute.jit
+    def __call__(
+        self,
+        work: Int64,
+        num_work: Int64,
+        row_index: Int64,
+        codes: Int64,
+        scales: Int64,
+        weights: Int64,
+        alpha: Int64,
+        out: Int64,
+        out_row: Int64,
+        router_weight: Int64,
+        ctas: Int32,
+        stream,
+    ):
+        """Launch. As FC1; int32 ``row_index`` counts up; float32 alpha ``[E]``; float32 out rows of
+        ``hidden``, int32 the row of ``out`` and float32 the router weight of each sorted row."""
+        self.kernel(
+            work, num_work, row_index, codes, scales, weights, alpha, out, out_row, router_weight
+        ).launch(
+            grid=(ctas, 1, 1),
+            block=(P.THREADS, 1, 1),
+            smem=self.plan.smem_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        work: Int64,
+        num_work: Int64,
+        row_index: Int64,
+        codes: Int64,
+        scales: Int64,
+        weights: Int64,
+        alpha: Int64,
+        out: Int64,
+        out_row: Int64,
+        router_weight: Int64,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread & 31
+        smem = ptx.smem_base()
+        tmem = self.loop.setup(smem, warp, lane)
+        if warp >= P.FIRST_GATHER_WARP:
+            self.loop.gather(
+                smem, thread - 32 * P.FIRST_GATHER_WARP, work, num_work, row_index, codes, scales
+            )
+        elif warp == P.WEIGHT_WARP:
+            self.loop.load_weights(smem, lane, work, num_work, weights)
+        elif warp == P.MMA_WARP:
+            self.loop.mma(smem, lane, tmem, work, num_work)
+        else:
+            self.epilogue(
+                smem, warp, lane, tmem, work, num_work, alpha, out, out_row, router_weight
+            )
+        ptx.tcgen05_fence_before()
+        cute.arch.sync_threads()
+        if warp == 0:
+            ptx.tcgen05_fence_after()
+            ptx.tmem_dealloc(tmem, self.plan.tmem.allocated)
+
+    @cute.jit
+    def epilogue(self, smem, warp, lane, tmem, work, num_work, alpha, out, out_row, router_weight):
+        plan = self.plan
+        bars = self.loop.barriers(smem)
+        bid, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        total = ptx.load_s32(num_work) * self.row_tiles
+        acc = Int32(0)
+        acc_parity = Int32(0)
+        tile = Int32(bid)
+        while tile < total:
+            item = tile // self.row_tiles
+            base = work + Int64(item) * WORK_BYTES
+            expert = ptx.load_s32(base)
+            first = ptx.load_s32(base + 4)
+            count = ptx.load_s32(base + 8)
+            feature = (tile - item * self.row_tiles) * P.TILE_M + warp * 32 + lane
+            factor = ptx.load_f32(alpha + Int64(expert) * 4)
+            ptx.mbarrier_wait(bars.acc_full + 8 * acc, acc_parity)
+            ptx.tcgen05_fence_after()
+            columns = tmem + acc * plan.tmem.start("acc1") + (warp << 21)
+            column = Int32(0)
+            while column < count:
+                values = ptx.tmem_load("32x32b", SUBTILE, [columns + column], SUBTILE)
+                for i in cutlass.range_constexpr(SUBTILE):
+                    if column + i < count and feature < self.hidden:
+                        row = Int64(first + column + i)
+                        weight = ptx.load_f32(router_weight + row * 4)
+                        target = ptx.load_s32(out_row + row * 4)
+                        address = out + (Int64(target) * self.hidden + Int64(feature)) * 4
+                        value = ptx.as_f32(values[i]) * factor * weight
+                        if cutlass.const_expr(self.atomic):
+                            ptx.add_f32(address, value)
+                        else:
+                            ptx.store_f32(address, value)
+                column += SUBTILE
+            ptx.tcgen05_fence_before()
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.mbarrier_arrive(bars.acc_empty + 8 * acc)
+            acc = acc ^ 1
+            if acc == 0:
+                acc_parity = acc_parity ^ 1
+            tile += grid
