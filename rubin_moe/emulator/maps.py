@@ -1,6 +1,7 @@
 """Pictures of where a kernel keeps things: tensor-memory columns and shared-memory bytes.
 
-``draw_maps(path, tmem, smem, ...)`` writes a PNG; matplotlib is imported when it is called.
+``draw_report(path, report)`` writes a PNG of a launch, ``draw_maps(path, tmem, smem, ...)`` one of
+regions of your own; matplotlib is imported when they are called.
 :class:`Region` is one labelled range; regions that overlap get rows of their own, so that reuse of
 the same columns is visible.
 """
@@ -10,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .state.tmem import CAPACITY
+
+if TYPE_CHECKING:
+    from .report import Report
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,22 @@ def draw_maps(
     if named:
         figure.legend(handles=named, loc="outside right upper")
     figure.savefig(path, dpi=110, format="png")
+
+
+def draw_report(path: Path, report: Report) -> None:
+    """Write the picture of a finished launch: what its copies and products used, by kind."""
+    maps = [
+        [Region(p.start, p.start + p.size, p.use, p.use) for p in places]
+        for places in (report.tmem_map, report.smem_map)
+    ]
+    ends = [region.stop for region in maps[1]]
+    draw_maps(
+        path,
+        *maps,
+        tmem_columns=CAPACITY.get(report.target, 512),
+        smem_bytes=max([report.shared_bytes, *ends]),
+        title=f"{report.kernel[:80]} ({report.target})",
+    )
 
 
 def _draw(

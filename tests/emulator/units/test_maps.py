@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rubin_moe.emulator.maps import Region, draw_maps, pack_rows
+from rubin_moe.emulator.maps import Region, draw_maps, draw_report, pack_rows
+from rubin_moe.emulator.report import Place, Report
 
 
 def test_overlapping_regions_get_rows_of_their_own() -> None:
@@ -25,6 +26,30 @@ def test_picture(tmp_path: Path) -> None:
     empty = tmp_path / "empty.png"
     draw_maps(empty, [], [], tmem_columns=576, smem_bytes=334848)
     assert path.stat().st_size > empty.stat().st_size > 0
+
+
+def test_picture_of_a_launch(tmp_path: Path) -> None:
+    report = Report(
+        kernel="k",
+        target="sm_107a",
+        grid=(1, 1, 1),
+        block=(128, 1, 1),
+        cluster=(1, 1, 1),
+        shared_bytes=4096,
+        instructions={},
+        roles={},
+        warps={},
+        bytes={},
+        mma_count=0,
+        mma_macs=0,
+        useful_macs=None,
+        peak_tmem_columns=64,
+        smem_map=[Place(1024, 8192, "TMA load")],
+        tmem_map=[Place(0, 64, "accumulator")],
+    )
+    path = tmp_path / "launch.png"
+    draw_report(path, report)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_importing_the_module_does_not_import_matplotlib() -> None:
