@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from rubin_moe.errors import ConfigError
+from rubin_moe.errors import ConfigError, UnsupportedError
 from rubin_moe.kernels.base import Target
 from rubin_moe.kernels.target import detect
 
@@ -116,6 +116,9 @@ def modular_kernel(moe: Any, quant_config: Any, layer: Any, experts: Any) -> Any
     """vLLM's prepare / experts / finalize around ``experts``, for any TP, EP and DP setting.
 
     Only the arguments that are the same from 0.26 to 0.33 are passed.
+
+    Raises:
+        UnsupportedError: vLLM's all-to-all backend hands over tokens in another form.
     """
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -127,6 +130,12 @@ def modular_kernel(moe: Any, quant_config: Any, layer: Any, experts: Any) -> Any
         routing_tables=layer._expert_routing_tables(),
         allow_new_interface=True,
     )
+    if prepare_finalize.activation_format != experts.activation_format():
+        raise UnsupportedError(
+            f"vLLM's {type(prepare_finalize).__name__} sorts tokens into a batch per expert; "
+            "rubin_moe takes them with their expert ids. Choose another all2all backend",
+            {},
+        )
     return mk.FusedMoEKernel(prepare_finalize, experts)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rubin_moe.errors import RubinMoeError
 
-START_SECONDS = 300
+START_SECONDS = 600
 _SUMMARY = "rubin_moe serves"
 _CPU_OPTIONS = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "64")
 _ENVIRONMENT = {
