@@ -166,6 +166,7 @@ _TABLE: tuple[tuple[Family, str], ...] = (
     (Family("hint", dests=0), """
         fence[.proxy.{alias,async[.{global,shared::{cta,cluster}}],tensormap::generic.{acquire,
         release}.{cta,cluster,gpu,sys}}] fence.{sc,acq_rel,acquire,release}.{cta,cluster,gpu,sys}
+        fence.{acquire,release}.sync_restrict::shared::{cta,cluster}.cluster
         fence.mbarrier_init.release.cluster membar.{cta,gl,sys}
         prefetch.{tensormap,param.tensormap,global.{L1,L2}} prefetchu.L1
         cp.async.bulk.prefetch.L2.global[.L2::cache_hint] griddepcontrol.launch_dependents

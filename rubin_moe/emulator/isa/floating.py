@@ -8,7 +8,7 @@ of a few ulp, so their last bits differ from a GPU's.
 from __future__ import annotations
 
 from rubin_moe.emulator.codegen import Emitter
-from rubin_moe.emulator.native.ir import F16V, F32V, F64V, V32, Val
+from rubin_moe.emulator.native.ir import F16V, F32V, F64V, LANES, V32, V64, Type, Val
 from rubin_moe.emulator.ptx.ast import Instruction
 
 _NAN = {16: 0x7FFF, 32: 0x7FFFFFFF, 64: 0x7FF8000000000000}
@@ -79,9 +79,9 @@ def emit_float(em: Emitter, ins: Instruction) -> None:
     elif kind in ("f16", "bf16"):
         _emit_mixed(em, ins, op, kind)
     elif kind == "f32x2":
-        pairs = [unpack_pairs(em.read(operand, 64)) for operand in ins.operands[1:]]
-        parts = [_single(em, ins, op, [pair[i] for pair in pairs]) for i in range(2)]
-        em.write(ins.operands[0], pack_pairs(parts))
+        halves = Type("i", 32, 2 * LANES)
+        sources = [em.read(operand, 64).bits_as(halves) for operand in ins.operands[1:]]
+        em.write(ins.operands[0], _single(em, ins, op, sources).bits_as(V64))
     else:
         bits = int(kind[1:])
         sources = [em.read(operand, bits) for operand in ins.operands[1:]]

@@ -10,7 +10,7 @@ from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.isa.integer import type_bits
 from rubin_moe.emulator.native.ir import I1, I32, I64, LANES, V32, V64, Type, Val
 from rubin_moe.emulator.native.memory import ATOMICS
-from rubin_moe.emulator.ptx.ast import Imm, Instruction, Mem, Operand, Vec
+from rubin_moe.emulator.ptx.ast import Imm, Instruction, Mem, Not, Operand, Reg, Vec
 
 _SPACES = ("param", "global", "shared", "local", "const")
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
@@ -151,7 +151,10 @@ def _atomic_call(
 
 
 def emit_cp_async(em: Emitter, ins: Instruction) -> None:
-    """cp.async: 4, 8 or 16 bytes a lane, the tail beyond the source size zero."""
+    """cp.async: 4, 8 or 16 bytes a lane, the tail beyond the source size zero.
+
+    The size is a number, or a predicate that says to ignore the source (all zero).
+    """
     size = ins.operands[2]
     if not isinstance(size, Imm) or size.value not in (4, 8, 16):
         raise em.refuse("the copy size must be 4, 8 or 16")
@@ -161,12 +164,20 @@ def emit_cp_async(em: Emitter, ins: Instruction) -> None:
         len(ins.operands) == 4 and "L2::cache_hint" in ins.parts
     )
     full = em.b.const(n, V32)
-    counts = em.b.math("umin", em.read(ins.operands[3], 32), full) if has_size else full
+    counts = _source_size(em, ins.operands[3], full) if has_size else full
     target = checked_address(em, ins.operands[0], "shared", n, mask)
     reads = mask & counts.ne(0).bits_as(I32) if has_size else mask
     source = checked_address(em, ins.operands[1], "global", n, reads)
     em.b.call("emu.copy16", None, target, source, counts, mask, em.b.const(n, I32))
     em.b.call("emu.count_cp_async", None, mask, em.b.const(n, I32))
+
+
+def _source_size(em: Emitter, operand: Operand, full: Val) -> Val:
+    negated = isinstance(operand, Not)
+    register = operand.reg if isinstance(operand, Not) else operand
+    if negated or (isinstance(register, Reg) and em.registers.get(register.name) == "pred"):
+        return em.predicate(operand).select(em.b.const(0, V32), full)
+    return em.b.math("umin", em.read(operand, 32), full)
 
 
 def emit_cp_async_group(em: Emitter, ins: Instruction) -> None:

@@ -199,5 +199,5 @@ def test_compiled_kernels_come_from_the_cache(
 
 def test_trap_instruction_stops_the_launch() -> None:
     body = "mov.u32 %i0, %tid.x; setp.eq.u32 %p1, %i0, 40; @%p1 trap;"
-    with pytest.raises(EmulationError, match="warp 1, line .*trap.*lane 8"):
+    with pytest.raises(EmulationError, match=r"warp 1, line .*trap.*lane 8"):
         run(module(body), [], 1, 64)
