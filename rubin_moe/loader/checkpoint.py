@@ -175,7 +175,8 @@ class Checkpoint:
             names = _index_files(index.name, weight_map)
         else:
             names = _files_without_index(path) if path.is_dir() else [path.name]
-        self.files = [self.folder / n for n in names]
+        paths = {n: self.folder / n for n in names}
+        self.files = list(paths.values())
         self.tensors: dict[str, TensorEntry] = {}
         for file in self.files:
             if not file.is_file():
@@ -187,7 +188,7 @@ class Checkpoint:
                 self.tensors[name] = entry
         for name, placed in weight_map.items():
             found = self.tensors.get(name)
-            if found is None or found.file != self.folder / placed:
+            if found is None or found.file is not paths[placed]:
                 actual = "" if found is None else f" but in {found.file.name}"
                 raise CheckpointError(f"index: tensor {name!r} is not in {placed}{actual}")
 

@@ -32,17 +32,8 @@ _PROJECTIONS: dict[str, Projection] = {
     "down": "down",
     "w2": "down",
 }
-_PROJ = "|".join(_PROJECTIONS)
-
-# ``layers.N`` nearest to the ``experts`` segment; DeepSeek-V4 counts MTP layers as ``mtp.N``.
-_MODULE = re.compile(
-    r"^(?P<prefix>(?:[^.]+\.)*?)(?P<stack>layers|mtp)\.(?P<layer>\d+)"
-    r"(?P<block>(?:\.(?!layers\.|mtp\.)[^.]+)*?)\.experts(?:\.(?P<rest>.*))?$"
-)
-_INDEX_FIRST = re.compile(rf"^(?P<expert>\d+)\.(?P<proj>{_PROJ})(?:\.(?P<leaf>.+))?$")
-_INDEX_LAST = re.compile(rf"^(?P<proj>{_PROJ})\.(?P<expert>\d+)(?:\.(?P<leaf>.+))?$")
-_STACKED = re.compile(rf"^(?P<proj>{_PROJ})(?:\.(?P<leaf>.+))?$")
-_JOINED = re.compile(r"^(?P<proj>gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)_(?P<leaf>.+)$")
+# What follows a projection directly, without a dot: gpt-oss, Llama-4.
+_JOINED = re.compile(r"^(gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)_(.+)$", re.DOTALL)
 
 
 @dataclass(frozen=True, order=True)
@@ -95,28 +86,39 @@ def parse(name: str) -> ExpertName | None:
 
     Shared experts (``shared_experts.``, ``shared_expert.``) are not below it.
     """
-    found = _MODULE.match(name)
-    if found is None or found["rest"] is None:
+    above, dot, rest = name.partition(".experts.")
+    layer = _layer(above) if dot else None
+    if layer is None:
         return None
-    mtp = found["stack"] == "mtp" or "mtp" in found["prefix"].split(".")
-    layer = LayerKey("mtp" if mtp else "layers", int(found["layer"]))
-    module = name[: len(name) - len(found["rest"]) - 1]
-    return ExpertName(layer, module, parse_slot(found["rest"]))
+    return ExpertName(layer, f"{above}.experts", parse_slot(rest))
+
+
+@lru_cache(maxsize=1 << 12)
+def _layer(path: str) -> LayerKey | None:
+    """The ``layers.N`` nearest to the end; DeepSeek-V4 counts MTP layers as ``mtp.N``."""
+    parts = path.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        if parts[i].isdecimal() and parts[i - 1] in ("layers", "mtp"):
+            return LayerKey("mtp" if "mtp" in parts[:i] else "layers", int(parts[i]))
+    return None
 
 
 def parse_slot(rest: str) -> ExpertSlot | None:
     """Reads what follows the ``experts.`` module; None if it names no known projection."""
-    for pattern in (_INDEX_FIRST, _INDEX_LAST, _STACKED, _JOINED):
-        found = pattern.match(rest)
-        if found is not None:
-            index = found.groupdict().get("expert")
-            # A stacked tensor with no suffix at all (gpt-oss, Llama-4) is the weight itself.
-            return ExpertSlot(
-                _PROJECTIONS[found["proj"]],
-                found["leaf"] or "weight",
-                None if index is None else int(index),
-            )
-    return None
+    match rest.split(".", 2):
+        case [index, proj, *leaf] if index.isdecimal() and proj in _PROJECTIONS:
+            return ExpertSlot(_PROJECTIONS[proj], _leaf(leaf), int(index))
+        case [proj, index, *leaf] if index.isdecimal() and proj in _PROJECTIONS:
+            return ExpertSlot(_PROJECTIONS[proj], _leaf(leaf), int(index))
+        case [proj, *leaf] if proj in _PROJECTIONS:
+            return ExpertSlot(_PROJECTIONS[proj], _leaf(leaf))
+    joined = _JOINED.match(rest)
+    return None if joined is None else ExpertSlot(_PROJECTIONS[joined[1]], joined[2])
+
+
+def _leaf(parts: list[str]) -> str:
+    """A stacked tensor with no suffix at all (gpt-oss, Llama-4) is the weight itself."""
+    return ".".join(parts) or "weight"
 
 
 def canonical(name: str) -> str:
@@ -132,8 +134,7 @@ def canonical(name: str) -> str:
 
 def module_layer(module: str) -> LayerKey | None:
     """Layer of a module path such as ``model.layers.3.mlp.experts``; None if it has none."""
-    parsed = parse(f"{module}.0.gate.weight")
-    return None if parsed is None else parsed.layer
+    return _layer(module.removesuffix(".experts"))
 
 
 def nearest_names(name: str, among: Iterable[str], count: int = 3) -> list[str]:
