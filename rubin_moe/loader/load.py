@@ -99,7 +99,7 @@ class ModelCheckpoint(Checkpoint):
             raise CheckpointError(dialect.reason)
         readings = [dialect.read(leaf) for leaf, _ in self._leaves(module)]
         parts = {r.part for r in readings if isinstance(r, Reading)}
-        return make_spec(
+        spec = make_spec(
             dialect,
             self.sizes,
             self.quant,
@@ -108,6 +108,14 @@ class ModelCheckpoint(Checkpoint):
             has_input_scales="input_dec" in parts,
             stacking=stacking,
         )
+        stored = sum(e.nbytes for e in self.experts()[module])
+        # Before anything of that size is allocated; what is merely missing is told by name later.
+        if spec.nbytes() > 4 * stored:
+            raise ConfigError(
+                f"{module}: {self.config_name} declares {spec.num_experts} experts of {spec.hidden}"
+                f" x {spec.intermediate}, {spec.nbytes()} bytes, on disk are {stored}"
+            )
+        return spec
 
 
 def make_spec(

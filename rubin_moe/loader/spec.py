@@ -64,6 +64,14 @@ class ExpertsSpec:
     def fmt(self) -> BlockFormat:
         return self.dialect.fmt
 
+    def nbytes(self, experts: int | None = None, width: int | None = None) -> int:
+        """Bytes of codes and block scales; of fewer experts or another width where given."""
+        e = self.num_experts if experts is None else experts
+        n = self.intermediate if width is None else width
+        up = n * (self.fmt.packed_k(self.hidden) + self.fmt.scales_k(self.hidden))
+        down = self.hidden * (self.fmt.packed_k(n) + self.fmt.scales_k(n))
+        return e * (up * (len(self.projections) - 1) + down)
+
     @property
     def projections(self) -> tuple[Literal["gate", "up", "down"], ...]:
         """What every expert must bring."""

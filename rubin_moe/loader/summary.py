@@ -43,12 +43,9 @@ class LayerSummary:
         """Bytes of codes and block scales on one rank, padding included; 0 if it is not FP4."""
         if self.spec is None:
             return 0
-        fmt, spec = self.spec.fmt, self.spec
-        width = shard.columns(spec.intermediate, fmt.sf_vec_size).padded
-        w13 = width * (len(spec.projections) - 1)
-        rows = w13 * (fmt.packed_k(spec.hidden) + fmt.scales_k(spec.hidden))
-        down = spec.hidden * (fmt.packed_k(width) + fmt.scales_k(width))
-        return len(shard.experts(spec.num_experts)) * (rows + down)
+        spec = self.spec
+        width = shard.columns(spec.intermediate, spec.fmt.sf_vec_size).padded
+        return spec.nbytes(len(shard.experts(spec.num_experts)), width)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Precision of each module: precedence, exclude lists, per-layer algorithms, activations."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rubin_moe.errors import ConfigError
 from rubin_moe.loader.compressed_tensors import COMPRESSED_MXFP4
@@ -229,3 +231,55 @@ def test_sizes_under_every_familys_keys(config, sizes):
 def test_a_missing_size_is_named():
     with pytest.raises(ConfigError, match="no expert width under any of moe_intermediate_size"):
         moe_sizes({"hidden_size": 64, "num_experts": 4, "num_hidden_layers": 1})
+
+
+KEYS = st.sampled_from(
+    ["quant_method", "quant_algo", "moe_quant_algo", "expert_dtype", "config_groups", "weights",
+     "targets", "input_activations", "quantized_layers", "ignore", "exclude_modules", "group_size",
+     "scale_format", "quantization", "format", "activation_scheme", "stacking", "num_bits", "type",
+     "quantization_config", "text_config", "model.layers.1.mlp.experts", "group_0", "activations"]
+)  # fmt: skip
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+    | st.sampled_from(["NVFP4", "MIXED_PRECISION", "re:(", "*", "Linear", "fp4", "mxfp4"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=4), inner),
+    max_leaves=12,
+)  # fmt: skip
+configs = st.dictionaries(KEYS, json_values, max_size=5)
+
+
+@settings(max_examples=400, deadline=None)
+@given(config=configs, hf_quant=st.none() | configs)
+def test_any_config_is_read_or_refused_by_name(config, hf_quant):
+    try:
+        found = find_config(config, hf_quant)
+        declared = None if found is None else found.declared(EXPERTS)
+    except ConfigError:
+        return
+    assert declared is None or declared.format in ("nvfp4", "mxfp4", None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    config=st.dictionaries(
+        st.sampled_from(
+            [
+                "hidden_size",
+                "moe_intermediate_size",
+                "num_experts",
+                "num_hidden_layers",
+                "hidden_act",
+                "model_type",
+                "text_config",
+                "moe",
+            ]
+        ),
+        json_values,
+    )
+)
+def test_any_model_config_is_read_or_refused_by_name(config):
+    try:
+        found = moe_sizes(config)
+    except ConfigError:
+        return
+    assert min(found.hidden, found.intermediate, found.num_experts, found.num_layers) > 0

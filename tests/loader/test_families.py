@@ -88,6 +88,14 @@ def test_a_general_statement_loses_against_the_disk_and_is_noted(tmp_path):
     assert "excludes it (mtp.*), deepseek-v4-mxfp4 on disk: read as stored" in notes[0]
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size", "num_experts"])
+def test_absurd_sizes_are_refused_before_allocation(tmp_path, key):
+    _, made = build(RELEASES["Qwen3-30B-A3B modelopt"])
+    made.config[key] = 1 << 16
+    with pytest.raises(ValueError, match=r"config.json declares .* bytes, on disk are"):
+        load_experts(ModelCheckpoint(made.write(tmp_path)), 0)
+
+
 def test_renamed_experts_are_missed_with_the_nearest_names(tmp_path):
     _, made = build(RELEASES["Qwen3-30B-A3B modelopt"])
     made.tensors = {n.replace("experts", "xperts"): t for n, t in made.tensors.items()}
