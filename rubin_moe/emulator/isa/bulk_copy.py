@@ -107,13 +107,13 @@ class TensorStore:
         if clip is None:
             return
         t = self.map
-        chunks, _, mask = t.shared_layout
+        pitch, chunks, _, mask = t.shared_layout
         target = memory.view(clip.address, clip.span)
         if not self.reduction:
             kernels.store_rows(
                 smem,
                 self.offset,
-                clip.valid.size,
+                pitch,
                 chunks,
                 mask,
                 clip.first,
@@ -124,7 +124,7 @@ class TensorStore:
             )
             return
         box = np.empty((clip.valid.size, t.inner_source), np.uint8)
-        kernels.gather_box(smem, self.offset, clip.valid.size, chunks, 16, mask, box)
+        kernels.gather_box(smem, self.offset, pitch, chunks, mask, box)
         for row in np.flatnonzero(clip.valid):
             at = int(clip.offsets[row])
             cells = target[at + clip.first : at + clip.last]
@@ -230,7 +230,9 @@ def decode_tensor_load(
         _misaligned(offset, 128, "tensor copy destination")
     if barrier % 8:
         _misaligned(barrier, 8, "mbarrier")
-    nbytes = t.nbytes * (len(rows) or 1)
+    # An mbarrier counts what is read: FP4 and FP6 that are padded in shared memory count packed, as
+    # FlashInfer's kernels with unpacked FP4 weights expect.
+    nbytes = t.nbytes * (len(rows) or 1) * t.format.chunk // 16
     if multicast is None:
         if barrier_rank != rank and not (cta_group == 2 and barrier_rank >> 1 == rank >> 1):
             refuse(
@@ -293,13 +295,13 @@ def _coordinates(
         place, rows = (signed[0], 0), signed[1:]
     else:
         refuse("tensor copy: mode", f"{mode} is not modelled")
-    if t.format.bits < 8:
-        step = 128 if t.format.chunk != 16 else 32
-        if place[0] % step:
-            refuse(
-                "tensor copy: coordinate",
-                f"coordinate {place[0]} of {t.format.name} is not a multiple of {step}",
-            )
+    step = t.coordinate_step
+    if place[0] % step:
+        # an H200 answers with an illegal instruction
+        refuse(
+            "tensor copy: coordinate",
+            f"coordinate {place[0]} of {t.format.name} is not a multiple of {step}",
+        )
     return place, rows
 
 
@@ -394,10 +396,10 @@ def _load(
     nbytes: int,
 ) -> None:
     _check_shared(smem, offset, nbytes)
-    chunks, width, mask = t.shared_layout
+    layout = t.shared_layout
     if not rows and t.inside(place):
         source = memory.view(t.offset(place), t.span)
-        kernels.load_rows(source, t.row_offsets, smem, offset, chunks, width, mask)
+        kernels.load_rows(source, t.row_offsets, smem, offset, *layout)
         return
     clip = _clip(t, place, rows)
     if clip is None:
@@ -414,10 +416,8 @@ def _load(
         clip.last,
         smem,
         offset,
-        chunks,
-        width,
-        mask,
-        kernels.ZERO_FILL,
+        *layout,
+        t.fill,
     )
 
 

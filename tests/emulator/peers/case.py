@@ -90,8 +90,8 @@ def compare_nvfp4(qdata: np.ndarray, sf: np.ndarray, want: np.ndarray, scale: st
     """Quantized output [rows, n / 2] and scales [rows, n / 16] against the recipe on `want`.
 
     The recipe: sf is amax / 6, an element is its value / sf, each rounded to nearest even, but sf
-    upwards if it is UE5M3 (the kernels convert it with cvt.rp). A code may differ where float64
-    lies so close to a rounding boundary that the approximate functions can cross it; `max_error` is the
+    upwards if it is UE5M3 (the kernels convert it with cvt.rp). A code may differ where float64 is
+    so close to a rounding boundary that the approximate functions can cross it; `max_error` is the
     largest relative distance to the boundary that a differing code would need, over scales and
     elements.
     """

@@ -24,9 +24,14 @@ IN_CI = (
 
 
 def _run(case: PeerCase) -> None:
+    """Once with asynchronous operations done at issue, once with them delayed by a seed."""
     with emulated_device(case.target) as gpu:
-        comparison = case.prepare().run(gpu)
-    assert comparison.passed, comparison
+        prepared = case.prepare()
+        at_issue = prepared.run(gpu)
+    assert at_issue.passed, at_issue
+    with emulated_device(case.target, seed=3) as gpu:
+        delayed = prepared.run(gpu)
+    assert delayed.passed, delayed
 
 
 def _case(key: str) -> PeerCase:
