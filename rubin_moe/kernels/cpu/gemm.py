@@ -16,10 +16,10 @@ from rubin_moe.kernels.cpu.ir import F32, I8, I16, I32, I64, PTR, Function, Valu
 from rubin_moe.kernels.cpu.isa import LANES, Isa
 from rubin_moe.kernels.cpu.panel import Product
 
-PREFETCH_BYTES = 4096
+PREFETCH_BYTES = 12288
 """How far ahead of the codes in use memory is asked for more; scales as many rows ahead.
 
-EPYC (Zen 4), one thread, 2026-11-30: 4096 is 8-10 % faster than 1024, 8192 no better.
+Measured, docs/notes/cpu.md: from 8192 on equal, 4096 slower by a fifth.
 """
 
 TILE_BYTES = 2 * 4 * LANES

@@ -220,8 +220,9 @@ class Function:
         return self.intrinsic(f"llvm.fma.{suffix}", t, a, b, c)
 
     def prefetch(self, ptr: Value, nbytes: int) -> None:
-        read, near, data = (self.const(I32, v) for v in (0, 3, 1))
-        self.intrinsic("llvm.prefetch.p0i8", VOID, self.offset(ptr, nbytes), read, near, data)
+        """Into the second-level cache."""
+        read, level, data = (self.const(I32, v) for v in (0, 2, 1))
+        self.intrinsic("llvm.prefetch.p0i8", VOID, self.offset(ptr, nbytes), read, level, data)
 
     def call_address(self, address: Value, *args: Value) -> None:
         """A call of a void function at an address."""
