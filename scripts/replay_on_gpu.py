@@ -6,7 +6,8 @@
 
 `make` needs the package's emulator, CuTe DSL and the peer kernels' wheel; `run` needs a driver that
 loads cubins of CUDA 13, and NumPy. A file `<name>.launch` is a launch with its memory before it
-(`rubin_moe.emulator.saved`), `<name>.after` the same memory after it, as the emulator leaves it.
+(`rubin_moe.emulator.saved`), `<name>.after` the same memory after it, as the emulator leaves it,
+`<name>.layout` the offset and size of each parameter in the PTX's parameter block.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 _TARGET = "sm_90a"
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _MAX_DYNAMIC_SMEM, _NON_PORTABLE_CLUSTER = 8, 14
-_BUFFER_POINTER, _BUFFER_SIZE, _BUFFER_END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 
 
 def make(folder: Path) -> None:
     """Saves every Hopper peer and Triton kernel with what the emulator makes of its memory."""
     from rubin_moe.emulator.dsl import emulated_device
+    from rubin_moe.emulator.ptx import parse_ptx
     from rubin_moe.emulator.saved import SavedLaunch
     from tests.emulator.peers.suite import CASES
 
@@ -46,6 +47,10 @@ def make(folder: Path) -> None:
                 ranges = [(b.address, len(b.data)) for b in SavedLaunch.load(target).buffers]
                 after = b"".join(ctypes.string_at(at, size) for at, size in ranges)
                 target.with_suffix(".after").write_bytes(after)
+                saved = SavedLaunch.load(target)
+                (entry,) = [e for e in parse_ptx(saved.ptx).entries if e.name == saved.kernel]
+                layout = [[param.offset, param.size] for param in entry.params]
+                target.with_suffix(".layout").write_text(json.dumps(layout))
             print(f"{case.name}: {len(after):,} bytes", flush=True)
 
 
@@ -73,7 +78,9 @@ def replay(driver: Any, path: Path) -> dict[str, Any]:
         pointer = driver.allocate(len(data))
         driver.copy_in(pointer, data)
         places.append((buffer["address"], len(data), pointer))
-    driver.launch(cubin, facts, relocate(params, places))
+    layout = json.loads(path.with_suffix(".layout").read_text())
+    moved = relocate(params, places)
+    driver.launch(cubin, facts, [moved[offset : offset + size] for offset, size in layout])
     after = b"".join(driver.copy_out(pointer, size) for _, size, pointer in places)
     want = np.frombuffer(path.with_suffix(".after").read_bytes(), np.uint8)
     start = np.frombuffer(b"".join(before), np.uint8)
@@ -97,7 +104,7 @@ def relocate(params: bytes, places: list[tuple[int, int, Any]]) -> bytes:
 
 
 def make_driver() -> Any:
-    """The recorder's driver with a launch by parameter block and cluster."""
+    """The recorder's driver with a launch of a cubin in clusters."""
     from record_silicon import Driver
 
     class ReplayDriver(Driver):
@@ -109,7 +116,7 @@ def make_driver() -> Any:
             self._call("cuMemcpyDtoH_v2", out, pointer, ctypes.c_size_t(size))
             return out.raw
 
-        def launch(self, cubin: bytes, facts: dict[str, Any], params: bytes) -> None:
+        def launch(self, cubin: bytes, facts: dict[str, Any], params: list[bytes]) -> None:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             self._call("cuModuleLoadData", ctypes.byref(module), cubin)
             name = facts["kernel"].encode()
@@ -127,15 +134,10 @@ def make_driver() -> Any:
                 ctypes.addressof(held),
                 1,
             )
-            block, size = ctypes.create_string_buffer(params), ctypes.c_size_t(len(params))
-            extra = (ctypes.c_void_p * 5)(
-                _BUFFER_POINTER,
-                ctypes.addressof(block),
-                _BUFFER_SIZE,
-                ctypes.addressof(size),
-                _BUFFER_END,
-            )
-            self._call("cuLaunchKernelEx", ctypes.byref(config), function, None, extra)
+            # One pointer a parameter: the machine code places them otherwise than the PTX.
+            values = [ctypes.create_string_buffer(value, len(value)) for value in params]
+            addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+            self._call("cuLaunchKernelEx", ctypes.byref(config), function, addresses, None)
             self._call("cuCtxSynchronize")
 
     return ReplayDriver()

@@ -10,13 +10,15 @@ from rubin_moe.emulator.dsl import emulated_device
 from tests.emulator.peers.case import PeerCase
 from tests.emulator.peers.suite import CASES
 
-#: One of each kind: NVFP4 with UE5M3 over a CTA pair, mixed FP8 x FP4, K = 96, gather + SwiGLU,
-#: finalize, wgmma.
+#: One of each kind: NVFP4 with UE5M3 over a CTA pair, mixed FP8 x FP4 (packed on sm_107, unpacked
+#: on sm_100), K = 96, gather + SwiGLU by cp.async and by TMA, finalize, wgmma.
 IN_CI = (
     "sm_107a-dense_nvfp4_ue5m3_2cta_256x128",
     "sm_107a-dense_mxfp8_x_mxfp4_128x128",
     "sm_103a-dense_nvfp4_128x128",
     "sm_100a-dense_nvfp4_128x128",
+    "sm_100a-swap_ab_fc1_nvfp4_128x64",
+    "sm_100a-swap_ab_fc2_rows_mxfp4_x_mxfp8_128x128",
     "sm_107a-fc1_gather_swiglu_cpasync",
     "sm_107a-fc2_finalize",
     "sm_90a-fc2_finalize_128x128",
