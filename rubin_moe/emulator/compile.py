@@ -20,7 +20,7 @@ from rubin_moe.emulator.isa import (
     warp,
 )
 from rubin_moe.emulator.isa.handoff import UnitSite, plan_site
-from rubin_moe.emulator.lower import UNIT_FAMILIES, Lowered, lower
+from rubin_moe.emulator.lower import DEFERRED_FAMILIES, UNIT_FAMILIES, Lowered, lower
 from rubin_moe.emulator.native.compiler import (
     NativeCode,
     cache_key,
@@ -127,9 +127,11 @@ def _directive(entry: Entry, name: str) -> tuple[int, ...]:
 
 def compile_entry(module: PtxModule, entry: Entry, deferred: bool) -> CompiledEntry:
     """Compile one entry. Raises UnsupportedInstructionError by name and line."""
-    lowered = lower(entry)
+    lowered = lower(entry, deferred)
     symbols, dynamic, align = _plan_symbols(module, entry)
-    code = compile_object(generate(lowered, symbols, EMITTERS, deferred), _OPT_LEVEL)
+    emitters = EMITTERS | dict.fromkeys(DEFERRED_FAMILIES if deferred else (), handoff.emit_unit)
+    units = {name for name, emit in emitters.items() if emit is handoff.emit_unit}
+    code = compile_object(generate(lowered, symbols, emitters, deferred), _OPT_LEVEL)
     threads = 1
     for dimension in _directive(entry, "reqntid") or _directive(entry, "maxntid") or (1024,):
         threads *= dimension
@@ -137,7 +139,7 @@ def compile_entry(module: PtxModule, entry: Entry, deferred: bool) -> CompiledEn
     sites = {
         index: plan_site(index, lowered)
         for index, family in enumerate(lowered.families)
-        if family.name in UNIT_FAMILIES
+        if family.name in units
     }
     return CompiledEntry(
         name=entry.name,

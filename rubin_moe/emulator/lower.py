@@ -9,7 +9,7 @@ state block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rubin_moe.emulator.forms import Family, UnsupportedInstructionError, family_of
@@ -28,6 +28,8 @@ from rubin_moe.emulator.ptx.ast import (
 from rubin_moe.emulator.state.registers import RegisterLayout
 
 CONTROL_FAMILIES = ("branch", "leave", "trap")
+#: Native when they complete at issue; performed by Python when operations are deferred.
+DEFERRED_FAMILIES = ("cp_async", "cp_async_group", "cp_async_arrive")
 #: Families whose register vectors Python reads or writes in the state block.
 UNIT_FAMILIES = (
     "grid_wait", "bulk_copy", "bulk_tensor", "bulk_group", "async_store", "tmem_alloc",
@@ -198,9 +200,14 @@ def _unit_registers(entry: Entry, families: list[Family]) -> set[str]:
     return names
 
 
-def lower(entry: Entry) -> Lowered:
+def lower(entry: Entry, deferred: bool = False) -> Lowered:
     """Check, cut and lay out an entry. Raises UnsupportedInstructionError by name and line."""
     families = check_forms(entry)
+    if deferred:
+        families = [
+            replace(family, leaves=True) if family.name in DEFERRED_FAMILIES else family
+            for family in families
+        ]
     spans, targets = _cut(entry, families)
     liveness = _Liveness(entry, families, spans)
     live_out = [liveness.expand(mask) for mask in liveness.solve()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,9 +69,13 @@ class Warp:
     state: WarpState
     cta: Cta
     index: int
-    open_group: list[AsyncOperation] = field(default_factory=list)
-    groups: list[list[AsyncOperation]] = field(default_factory=list)
-    pending: list[AsyncOperation] = field(default_factory=list)  # wgmma, cp.async in flight
+    #: by kind (bulk, cp.async, wgmma): operations since the last commit, and committed groups
+    open_group: defaultdict[str, list[AsyncOperation]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    groups: defaultdict[str, list[list[AsyncOperation]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     @property
     def rank(self) -> int:

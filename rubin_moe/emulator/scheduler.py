@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from rubin_moe.emulator.compile import Kernel
+from rubin_moe.emulator.issue import Handler
 from rubin_moe.emulator.machine import Cluster, EmulationError, Geometry, LaunchContext, Warp
 from rubin_moe.emulator.native.blocks import DONE, FAULTS, IDLE, QUEUE, SLICED
 from rubin_moe.emulator.state.memory import RANK_SHIFT
 from rubin_moe.emulator.state.registers import Outcome, Status
-from rubin_moe.emulator.units import Handler, bind
+from rubin_moe.emulator.units import bind
 
 
 @dataclass(frozen=True, slots=True)
