@@ -64,23 +64,26 @@ class TensorLoad(NamedTuple):
         """Bytes that one copy writes to shared memory."""
         return self.map.nbytes * (len(self.rows) or 1)
 
+    @property
+    def extent(self) -> int:
+        """Bytes of shared memory from the first to past the last that one copy writes."""
+        return self.map.extent + (len(self.rows) - 1) * self.map.pitch * bool(self.rows)
+
     def perform(self, cluster: Shared, memory: Global) -> None:
         """Copy the box into every destination."""
-        first = cluster.smem(self.ranks[0])
-        _load(self.map, self.coordinates, self.rows, memory, first, self.offset, self.nbytes)
-        for rank in self.ranks[1:]:
-            other = cluster.smem(rank)
-            _check_shared(other, self.offset, self.nbytes)
-            stop = self.offset + self.nbytes
-            other[self.offset : stop] = first[self.offset : stop]
+        extent = self.extent
+        for rank in self.ranks:
+            smem = cluster.smem(rank)
+            _check_shared(smem, self.offset, extent)
+            _load(self.map, self.coordinates, self.rows, memory, smem, self.offset)
 
     def reads(self) -> list[Footprint]:
         """Global memory inside the tensor."""
         return [Footprint("gmem", 0, _global_ranges(self.map, self.coordinates, self.rows))]
 
     def writes(self) -> list[Footprint]:
-        """The box in each destination."""
-        return [_span("smem", rank, self.offset, self.nbytes) for rank in self.ranks]
+        """The box in each destination (with the gaps, where the swizzle is wider than the box)."""
+        return [_span("smem", rank, self.offset, self.extent) for rank in self.ranks]
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,18 @@ class TensorStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory that the box takes."""
+        """Bytes of shared memory that the box holds."""
         return self.map.nbytes * (len(self.rows) or 1)
+
+    @property
+    def extent(self) -> int:
+        """Bytes of shared memory from the first to past the last of the box."""
+        return self.map.extent + (len(self.rows) - 1) * self.map.pitch * bool(self.rows)
 
     def perform(self, cluster: Shared, memory: Global) -> None:
         """Write (or reduce) the part of the box inside the tensor."""
         smem = cluster.smem(self.rank)
-        _check_shared(smem, self.offset, self.nbytes)
+        _check_shared(smem, self.offset, self.extent)
         clip = _clip(self.map, self.coordinates, self.rows)
         if clip is None:
             return
@@ -134,7 +142,7 @@ class TensorStore:
 
     def reads(self) -> list[Footprint]:
         """The box in shared memory (and, reducing, its place in global memory)."""
-        out = [_span("smem", self.rank, self.offset, self.nbytes)]
+        out = [_span("smem", self.rank, self.offset, self.extent)]
         return out + (self.writes() if self.reduction else [])
 
     def writes(self) -> list[Footprint]:
@@ -393,9 +401,7 @@ def _load(
     memory: Global,
     smem: NDArray[np.uint8],
     offset: int,
-    nbytes: int,
 ) -> None:
-    _check_shared(smem, offset, nbytes)
     layout = t.shared_layout
     if not rows and t.inside(place):
         source = memory.view(t.offset(place), t.span)

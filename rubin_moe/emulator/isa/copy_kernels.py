@@ -1,15 +1,15 @@
 """Compiled inner loops of the copy units: boxes between global and shared memory.
 
-A box is ``rows`` rows of ``chunks`` 16-byte pieces of shared memory; a piece takes ``width`` bytes
-of global memory (16; 8 or 12 for padded sub-byte formats, whose padding is written as zeros). The
-swizzle XORs bits 4-6 (or fewer) of the shared address with bits 7-9. All release the GIL.
+A box is rows of ``chunks`` 16-byte pieces, ``pitch`` bytes apart in shared memory; a piece takes
+``width`` bytes of global memory (16; 8 or 12 for padded sub-byte formats, whose padding is written
+as zeros). The swizzle XORs bits 4-6 (or fewer) of the shared address with bits 7-9. All release the
+GIL.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -30,13 +30,13 @@ def _copy16(typingctx: Any, to: Any, from_: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def load_rows(source, offsets, smem, start, chunks, width, mask):
+def load_rows(source, offsets, smem, start, pitch, chunks, width, mask):
     """Copy rows of global memory (``source[offsets[r]:]``) to the swizzled box at ``start``."""
     from_, to = source.ctypes.data, smem.ctypes.data
     if width == 16:
         for r in range(offsets.size):
             src = from_ + offsets[r]
-            dst = start + r * chunks * 16
+            dst = start + r * pitch
             for c in range(chunks):
                 at = dst + 16 * c
                 at ^= ((at >> 7) & mask) << 4
@@ -44,7 +44,7 @@ def load_rows(source, offsets, smem, start, chunks, width, mask):
         return
     for r in range(offsets.size):
         src = offsets[r]
-        dst = start + r * chunks * 16
+        dst = start + r * pitch
         for c in range(chunks):
             at = dst + 16 * c
             at ^= ((at >> 7) & mask) << 4
@@ -56,13 +56,15 @@ def load_rows(source, offsets, smem, start, chunks, width, mask):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def load_clipped(source, offsets, valid, first, last, smem, start, chunks, width, mask, fill):
+def load_clipped(
+    source, offsets, valid, first, last, smem, start, pitch, chunks, width, mask, fill
+):
     """As ``load_rows``; outside ``valid`` rows and the byte columns ``first``..``last`` the pattern
     ``fill`` (uint8 [16]) is written instead."""
     from_, to, blank = source.ctypes.data, smem.ctypes.data, fill.ctypes.data
     for r in range(offsets.size):
         src = offsets[r]
-        dst = start + r * chunks * 16
+        dst = start + r * pitch
         for c in range(chunks):
             at = dst + 16 * c
             at ^= ((at >> 7) & mask) << 4
@@ -84,25 +86,25 @@ def load_clipped(source, offsets, valid, first, last, smem, start, chunks, width
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def gather_box(smem, start, rows, chunks, width, mask, out):
-    """Undo the swizzle: the box's global bytes into ``out`` uint8 [rows, chunks * width]."""
-    for r in range(rows):
-        src = start + r * chunks * 16
+def gather_box(smem, start, pitch, chunks, mask, out):
+    """Undo the swizzle: the box's bytes into ``out`` uint8 [rows, 16 * chunks]."""
+    for r in range(out.shape[0]):
+        src = start + r * pitch
         for c in range(chunks):
             at = src + 16 * c
             at ^= ((at >> 7) & mask) << 4
-            for i in range(width):
-                out[r, c * width + i] = smem[at + i]
+            for i in range(16):
+                out[r, c * 16 + i] = smem[at + i]
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def store_rows(smem, start, rows, chunks, mask, first, last, valid, offsets, target):
+def store_rows(smem, start, pitch, chunks, mask, first, last, valid, offsets, target):
     """Copy byte columns ``first``..``last`` of the valid rows of a swizzled box to global rows."""
     from_, out = smem.ctypes.data, target.ctypes.data
-    for r in range(rows):
+    for r in range(offsets.size):
         if not valid[r]:
             continue
-        src = start + r * chunks * 16
+        src = start + r * pitch
         to = offsets[r]
         for c in range(chunks):
             at = src + 16 * c
@@ -114,7 +116,3 @@ def store_rows(smem, start, rows, chunks, mask, first, last, valid, offsets, tar
                 for i in range(16):
                     if first <= low + i < last:
                         target[to + low + i] = smem[at + i]
-
-
-ZERO_FILL = np.zeros(16, np.uint8)
-"""The pattern that out-of-bounds elements take."""

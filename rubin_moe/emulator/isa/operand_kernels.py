@@ -277,7 +277,7 @@ def _fp4_product(a, corr, sa, b, sb, vec, tmem, column, columns, accumulate):
                         row[j] = np.float32(tile[i, j] + np.float64(row[j]))
                 else:
                     for j in range(width):
-                        row[j] = np.float32(tile[i, j])
+                        row[j] = np.float32(tile[i, j] + 0.0)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -420,4 +420,4 @@ def store_f32(product, tmem, lane, column, sign, accumulate, factor):
                 row[j] = np.float32(sign * product[r, j] + factor * np.float64(row[j]))
         else:
             for j in range(product.shape[1]):
-                row[j] = np.float32(sign * product[r, j])
+                row[j] = np.float32(sign * product[r, j] + 0.0)

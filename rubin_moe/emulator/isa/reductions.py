@@ -39,7 +39,8 @@ def reduce_bytes(
     """``operation(old, new)`` on bytes seen as ``element``; sums of halves round to nearest even.
 
     float16 and bfloat16 keep subnormals (``.noftz``). min and max return the number where one
-    operand is NaN, as PTX ``min`` and ``max`` do.
+    operand is NaN, as PTX ``min`` and ``max`` do. A NaN result is the canonical one (seen on an
+    H200).
     """
     if element not in _LEGAL.get(operation, ()):
         refuse("bulk reduction: type", f"{operation} on {element} is not defined")
@@ -59,7 +60,12 @@ def reduce_bytes(
             out = np.where((a == 0) | (a > b), b, a - 1).astype(dtype)
         else:
             out = {"and": a & b, "or": a | b, "xor": a ^ b}[operation]
-    return np.asarray(out).view(np.uint8)
+    out = np.asarray(out)
+    if element in _CANONICAL_NAN:
+        nan = np.isnan(out.astype(np.float32))
+        out.view(f"u{dtype.itemsize}")[nan] = _CANONICAL_NAN[element]
+    return out.view(np.uint8)
 
 
+_CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}
 _EXTREMES = {"min": np.minimum, "max": np.maximum}

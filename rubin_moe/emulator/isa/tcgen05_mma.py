@@ -225,7 +225,7 @@ def _perform_generic(op: Tcgen05Mma, cluster: Cluster) -> None:
             kernels.store_f32(product, tmem, 0, column, sign, op.accumulate, factor)
         else:
             mask = op.disabled_lanes[4 * index : 4 * index + 4]
-            _store(op, tmem, sign * product, mask)
+            _store(op, tmem, sign * product + 0.0, mask)
 
 
 def _read_scales(

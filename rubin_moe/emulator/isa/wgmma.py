@@ -170,7 +170,9 @@ def multiply(
         out = np.empty((4, op.registers, 32), np.uint32)
         for w in range(4):
             total = product[16 * w : 16 * w + 16]
-            if op.scale_d:
+            if not op.scale_d:
+                total = total + 0.0  # a sum of negative zeros is +0 (seen on an H200)
+            else:
                 total = total + mma_sync.read_accumulator(d[w], index, (16, op.n), op.d)
             out[w] = mma_sync.write_accumulator(total, index, op.d, op.saturate)
     return out

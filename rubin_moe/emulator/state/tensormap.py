@@ -4,13 +4,15 @@
 
 * w0 base address
 * w1 bits 4-6 rank - 1; 7-10 element format; 11-12 interleave; 13-14 swizzle (0 none, 1 32 B,
-  2 64 B, 3 128 B); 16 TF32
+  2 64 B, 3 128 B); 15 out-of-bounds fill (0 zero, 1 NaN); 16 TF32
 * w1 high half, w2 low, w2 high, w3 low: strides of dimensions 1-4 in units of 16 bytes; w3 high
   half holds their upper four bits each
 * w4, w5, w6 low: sizes - 1 of dimensions 0-4
+* w6 bits 32-46: traversal strides - 1, three bits a dimension (that of dimension 0 means nothing)
 * w6 bits 56-63, w7 bytes 0-3: box sizes - 1
 
-Read off launches of compiled kernels whose tensors are known.
+Read off launches of compiled kernels whose tensors are known, then held against what the driver
+encodes on an H200 (``tests/emulator/silicon``).
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    fill_nan: bool = False
 
     @property
     def rank(self) -> int:
@@ -87,9 +90,35 @@ class TensorMap:
         return int(np.prod(self.box[1:], dtype=np.int64))
 
     @cached_property
+    def pitch(self) -> int:
+        """Bytes from row to row in shared memory: a swizzled row takes the swizzle's whole width,
+        however narrow the box (seen on an H200)."""
+        return self.swizzle or self.inner_bytes
+
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of shared memory that the box takes, which is what the barrier counts."""
+        """Bytes of shared memory that the box writes, which is what the barrier counts."""
         return self.inner_bytes * self.rows
+
+    @cached_property
+    def coordinate_step(self) -> int:
+        """Elements of dimension 0 in 16 bytes, in 128 elements for padded formats: coordinates
+        must be multiples."""
+        return 128 if self.format.chunk != 16 else max(128 // self.format.bits, 1)
+
+    @cached_property
+    def fill(self) -> NDArray[np.uint8]:
+        """Sixteen bytes of what elements outside the tensor read as.
+
+        NaN is 0x7FF7 in 16-bit and 0x7FF77FF7 in 32-bit formats (seen on an H200).
+        """
+        pattern = [0xF7, 0x7F] if self.fill_nan else [0, 0]
+        return np.array(pattern * 8, np.uint8)
+
+    @cached_property
+    def extent(self) -> int:
+        """Bytes of shared memory from the first to past the last byte of the box."""
+        return (self.rows - 1) * self.pitch + self.inner_bytes
 
     @cached_property
     def inner_source(self) -> int:
@@ -127,9 +156,10 @@ class TensorMap:
         return np.ascontiguousarray(grids[::-1].T).astype(np.int64)
 
     @cached_property
-    def shared_layout(self) -> tuple[int, int, int]:
-        """16-byte chunks a row, bytes of global memory a chunk, and the swizzle's XOR mask."""
-        return self.inner_bytes // 16, self.format.chunk, max(self.swizzle // 16 - 1, 0)
+    def shared_layout(self) -> tuple[int, int, int, int]:
+        """Pitch, 16-byte chunks a row, bytes of global memory a chunk, the swizzle's XOR mask."""
+        mask = max(self.swizzle // 16 - 1, 0)
+        return self.pitch, self.inner_bytes // 16, self.format.chunk, mask
 
     @cached_property
     def last_inside(self) -> tuple[int, ...]:
@@ -175,6 +205,12 @@ def decode_tensormap(raw: bytes) -> TensorMap:
         strides=tuple(strides[: rank - 1]),
         box=tuple(size + 1 for size in boxes[:rank]),
         swizzle=swizzle,
+        fill_nan=bool(flags >> 15 & 1),
+    )
+    require(
+        w[6] >> 35 & (1 << 3 * (rank - 1)) - 1 == 0,
+        "tensor map: traversal stride",
+        "traversal strides other than one are not modelled",
     )
     _check(result)
     return result
