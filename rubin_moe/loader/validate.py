@@ -4,7 +4,7 @@ Nothing is mended unless asked for by name (`Repair`), and a repair is counted. 
 bytes: NaN codes, sign bits and zeros are facts about codes, not about a framework's casts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -41,7 +41,7 @@ class ScaleChecks:
             does not occur in a model.
     """
 
-    repair: frozenset[Repair] = frozenset()
+    repair: Set[Repair] = frozenset()
     max_spread: float = 1000.0
     max_scale: float = 1e5
 
@@ -89,7 +89,7 @@ def check_block_scales(
             what = "a block of zeros" if kind == "zero_blocks" else "a block that is not zero"
             raise CheckpointError(
                 f"{where}: block scale [{row}, {col}] is {bad:#04x}, NaN, on {what}; "
-                f"{int(nan.sum())} NaN scales; repair={kind!r} mends this kind"
+                f"{int(nan.sum())} NaN scales; ScaleChecks(repair={{{kind!r}}}) mends this kind"
             )
         repairs.add(kind, int(where_nan.sum()))  # type: ignore[arg-type]
         sf.masked_fill_(where_nan, code)
@@ -183,5 +183,6 @@ def settle_input_scales(
             parts.append(f"{name} of experts {bad}")
     raise CheckpointError(
         f"{where}: W4A4 needs an input scale that is positive and finite, missing or unusable for "
-        f"{'; '.join(parts)}; run weight-only (W4A16) or load with repair='input_scales'"
+        f"{'; '.join(parts)}; run weight-only (input_scales='ignore') or mend with "
+        "ScaleChecks(repair={'input_scales'})"
     )
