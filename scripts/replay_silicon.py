@@ -5,7 +5,7 @@
 
 One row an instruction: probes, 32-bit words compared, words that differ by more than the stated
 tolerance, and the largest distance seen. A probe that the driver refused counts as one case; it
-matches when the emulator refuses it too.
+matches when the emulator refuses it too; so does a launch that ends in an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from rubin_moe.emulator.errors import EmulatorError  # noqa: E402
 from tests.emulator.silicon.probe import Probe  # noqa: E402
 from tests.emulator.silicon.recording import Recording, all_probes, digest  # noqa: E402
-from tests.emulator.silicon.replay import compare, emulate, refuses  # noqa: E402
+from tests.emulator.silicon.replay import compare, driver_maps, emulate, faults, refuses  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "results" / "emulator_h200.json"
 
@@ -42,8 +42,9 @@ def replay(probe: Probe, recording: Recording) -> dict[str, Any]:
     """Cases, mismatches and the worst distance of one probe."""
     key = digest(probe)
     if key in recording.errors:
-        matches = recording.errors[key].startswith("cuModuleLoadData") and refuses(probe)
         note = recording.errors[key]
+        loaded = not note.startswith("cuModuleLoadData")
+        matches = faults(probe, driver_maps(probe)) if loaded else refuses(probe)
         return {"cases": 1, "mismatches": int(not matches), "worst": 0.0, "note": note}
     try:
         emulated = emulate(probe, recording.maps.get(key, b""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,13 @@ DONE:
 bar.sync 0;
 """
 
+# whether the barrier completed with the bytes that were announced
+FLAG = """
+selp.b32 %r7, 0x600d600d, 0x0bad0bad, %p1;
+@%p0 st.shared.b32 [%r0+{at}], %r7;
+bar.sync 0;
+"""
+
 DUMP_SHARED = """
 mad.lo.u32 %r6, %c, {size}, 0;
 cvt.u64.u32 %q4, %r6;
@@ -63,11 +71,11 @@ setp.lt.u32 %p1, %r2, {size};
 """
 
 SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
-    1: ((200,), (32,), ((0,), (184,), (-8,), (300,))),
-    2: ((80, 24), (32, 8), ((0, 0), (16, 3), (64, 20), (-16, -5), (72, -4))),
+    1: ((200,), (32,), ((0,), (176,), (-16,), (304,))),
+    2: ((80, 24), (32, 8), ((0, 0), (16, 3), (64, 20), (-16, -5), (64, -4))),
     3: ((48, 6, 5), (32, 2, 3), ((0, 0, 0), (32, 5, 4), (-16, -1, -2))),
-    4: ((32, 3, 4, 3), (16, 2, 2, 2), ((0, 0, 0, 0), (24, 2, 3, 2), (16, -1, 1, -1))),
-    5: ((32, 2, 3, 2, 3), (16, 2, 2, 1, 2), ((0,) * 5, (16, 1, 2, 1, 2), (24, -1, 0, 0, -1))),
+    4: ((32, 3, 4, 3), (16, 2, 2, 2), ((0, 0, 0, 0), (16, 2, 3, 2), (16, -1, 1, -1))),
+    5: ((32, 2, 3, 2, 3), (16, 2, 2, 1, 2), ((0,) * 5, (16, 1, 2, 1, 2), (16, -1, 0, 0, -1))),
 }
 DRIVER_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
 """Element bytes -> CU_TENSOR_MAP_DATA_TYPE_UINT8, 16, 32, 64."""
@@ -93,7 +101,9 @@ def _input(places: tuple[tuple[int, ...], ...], tensor: NDArray[np.uint8]) -> ND
 def tile_load(spec: MapSpec, element: int, places: tuple[tuple[int, ...], ...], name: str) -> Probe:
     """One CTA a place: fill shared memory, load the box, dump shared memory."""
     rank, nbytes = len(spec.dims), int(np.prod(spec.box)) * element
-    size = -(-(nbytes + 256) // 512) * 512
+    rows = int(np.prod(spec.box[1:], dtype=int))
+    pitch = spec.swizzle or spec.box[0] * element
+    size = -(-(rows * pitch + 256) // 512) * 512
     tensor, strides = _tensor(spec.dims, element)
     coordinates = ", ".join(f"%r{16 + i}" for i in range(rank))
     body = FILL_SHARED.format(step=0, start=0xEEEEEEEE, size=size)
@@ -102,7 +112,7 @@ def tile_load(spec: MapSpec, element: int, places: tuple[tuple[int, ...], ...], 
     body += f"@%p0 mbarrier.arrive.expect_tx.shared.b64 %q6, [%r1], {nbytes};\n"
     body += f"@%p0 cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile"
     body += f".mbarrier::complete_tx::bytes [%r0], [%map0, {{{coordinates}}}], [%r1];\n"
-    body += WAIT + DUMP_SHARED.format(size=size)
+    body += WAIT + FLAG.format(at=size - 4) + DUMP_SHARED.format(size=size)
     spec = MapSpec(
         spec.dtype, spec.dims, strides, spec.box, spec.swizzle, spec.fill_nan, offset=TABLE
     )
@@ -134,6 +144,9 @@ def tile_loads() -> list[Probe]:
         # rows as wide as the swizzle over two of its periods
         spec = MapSpec(0, (256, 40), (), (swizzle, 32), swizzle)
         out.append(tile_load(spec, 1, ((0, 0), (128, 16)), f"tma load full rows swizzle {swizzle}"))
+    spec = MapSpec(0, (256, 8), (), (32, 8), 0)
+    unaligned = tile_load(spec, 1, ((8, 0),), "tma load unaligned coordinate")
+    out.append(replace(unaligned, faults=True))
     for dtype, size, name in ((6, 2, "f16"), (9, 2, "bf16"), (7, 4, "f32")):
         dims, box, places = SHAPES[2]
         spec = MapSpec(dtype, dims, (), (box[0] // size, box[1]), 0, fill_nan=True)
@@ -161,6 +174,17 @@ def tile_stores() -> list[Probe]:
         spec = MapSpec(dtype, (80, 24), (), (16, 8), 0)
         places = ((0, 0), (16, 3), (72, 20))
         out.append(tile_store(spec, 2, places, ".add", f"tma reduce.add 2d {kind}"))
+    # what lies outside is not written: each side of the tensor in a launch of its own
+    edges = {
+        "low inner": ((-16, 3),),
+        "high inner": ((64, 3),),
+        "low outer": ((16, -5),),
+        "high outer": ((16, 20),),
+        "outside": ((80, 3), (-32, 3), (16, 24), (16, -8)),
+    }
+    for name, places in edges.items():
+        spec = MapSpec(0, (80, 24), (), (32, 8), 32)
+        out.append(tile_store(spec, 1, places, "", f"tma store {name}"))
     return out
 
 
@@ -168,8 +192,9 @@ def tile_store(
     spec: MapSpec, element: int, places: tuple[tuple[int, ...], ...], reduction: str, name: str
 ) -> Probe:
     """Fill shared memory with a pattern, write it to every place, dump the tensor."""
-    rank, nbytes = len(spec.dims), int(np.prod(spec.box)) * element
-    size = -(-nbytes // 512) * 512
+    rank = len(spec.dims)
+    rows = int(np.prod(spec.box[1:], dtype=int))
+    size = -(-rows * (spec.swizzle or spec.box[0] * element) // 512) * 512
     tensor, strides = _tensor(spec.dims, element)
     if spec.dtype in (6, 9):
         tensor = tensor.reshape(-1, 2) & np.array([0xFF, 0x3F], np.uint8)

@@ -37,7 +37,8 @@ class MapSpec:
 @dataclass(frozen=True, eq=False)
 class Probe:
     """One kernel. ``ulps`` bounds the distance of float32 outputs where the ISA leaves them open;
-    ``relative`` bounds float32 outputs relative to the largest output (matrix products)."""
+    ``relative`` bounds outputs relative to the largest (matrix products). ``refused``: the driver
+    does not load the kernel; ``faults``: the launch ends in an error."""
 
     name: str
     instruction: str
@@ -51,6 +52,7 @@ class Probe:
     ulps: int = 0
     relative: float = 0.0
     refused: bool = False
+    faults: bool = False
 
 
 def entry(body: str, maps: int = 0, cluster: int = 1) -> str:

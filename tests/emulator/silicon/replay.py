@@ -9,9 +9,13 @@ from numpy.typing import NDArray
 
 from rubin_moe.emulator import Device, load_ptx
 from rubin_moe.emulator.errors import EmulatorError
+from tests.emulator.units.machine import tensor_map
 
 from .probe import Probe
 from .recording import MAP_BYTES
+
+# CU_TENSOR_MAP_DATA_TYPE -> the code in the tensor map
+HARDWARE_FORMAT = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7, 8: 9, 9: 10}
 
 
 def emulate(probe: Probe, maps: bytes = b"") -> NDArray[np.uint8]:
@@ -45,11 +49,28 @@ def refuses(probe: Probe) -> bool:
     return False
 
 
+def faults(probe: Probe, maps: bytes) -> bool:
+    """Whether the emulator ends the launch with an error, as the device does."""
+    try:
+        emulate(probe, maps)
+    except EmulatorError:
+        return True
+    return False
+
+
 def _buffer(nbytes: int) -> NDArray[np.uint8]:
     """Zeroed memory at a 256-byte boundary, as device allocations are."""
     backing = np.zeros(nbytes + 256, np.uint8)
     start = -backing.ctypes.data % 256
     return backing[start : start + nbytes]
+
+
+def driver_maps(probe: Probe) -> bytes:
+    """The probe's tensor maps as a driver encodes them, for launches whose maps were not kept."""
+    return b"".join(
+        tensor_map(0, HARDWARE_FORMAT[m.dtype], m.dims, m.strides, m.box, m.swizzle)
+        for m in probe.maps
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rubin_moe.emulator.state.tensormap import FORMATS, decode_tensormap
 
 from .probe import Probe
 from .recording import MAP_BYTES, PATH, Recording, all_maps, all_probes, digest
-from .replay import compare, emulate, refuses
+from .replay import compare, driver_maps, emulate, faults, refuses
 
 RECORDING = Recording.load() if PATH.exists() else None
 PROBES = all_probes()
@@ -28,6 +28,10 @@ def replay(probe: Probe) -> None:
     if probe.refused:
         assert RECORDING.errors[key].startswith("cuModuleLoadData")
         assert refuses(probe)
+        return
+    if probe.faults:
+        assert RECORDING.errors[key].startswith("cuCtxSynchronize")
+        assert faults(probe, driver_maps(probe))
         return
     assert key in RECORDING.outputs, "the recording is of another version of this probe"
     recorded = RECORDING.outputs[key]
