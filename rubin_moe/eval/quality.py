@@ -85,15 +85,18 @@ class Evaluation:
         return self._figures(log_probs(chosen.model, batch) for batch in self.batches)
 
     def _figures(self, log_p: Iterable[Tensor]) -> Row:
-        """Perplexity a token; KL(reference || model) in nats; share of equal first choices."""
+        """Perplexity a token; KL(reference || model) in nats, with the standard error that its
+        spread over windows gives; share of equal first choices."""
         loss, divergence, agree = [], [], []
         for batch, expected, got in zip(self.batches, self._reference, log_p, strict=True):
             loss.append(nll(got, batch).flatten())
-            divergence.append((expected.exp() * (expected - got)).sum(-1).flatten())
+            divergence.append((expected.exp() * (expected - got)).sum(-1).double().mean(-1))
             agree.append((expected.argmax(-1) == got.argmax(-1)).flatten())
+        kl = torch.cat(divergence)  # [windows], all of one length
         return {
             "perplexity": round(math.exp(float(torch.cat(loss).double().mean())), 4),
-            "kl": round(float(torch.cat(divergence).double().mean()), 6),
+            "kl": round(float(kl.mean()), 6),
+            "kl_stderr": round(float(kl.std(correction=0)) / math.sqrt(max(1, kl.numel() - 1)), 6),
             "top1": round(float(torch.cat(agree).double().mean()), 4),
         }
 

@@ -103,7 +103,8 @@ def table_cells(rows: Sequence[Row]) -> list[list[str]]:
     """A line of `TITLES` for each row; rows that differ in nothing but the fold share one."""
     folds: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        figures = (f"{row['perplexity']:.3f}", f"{row['kl']:.5f}", f"{row['top1']:.2%}")
+        divergence = f"{row['kl']:.5f} ± {row['kl_stderr']:.5f}"
+        figures = (f"{row['perplexity']:.3f}", divergence, f"{row['top1']:.2%}")
         key = (*(row[name] for name in ("stored", "weights", "activations", "backend")), *figures)
         folds.setdefault(key, []).append(row["fold"] + (" (forced)" if row["forced"] else ""))
     return [[*key[:2], ", ".join(merged), *key[2:]] for key, merged in folds.items()]
