@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "check-port": "check_port",
     "demo": "demo",
     "doctor": "doctor",
+    "emulate": "emulate",
     "eval": "eval",
     "select": "select",
 }

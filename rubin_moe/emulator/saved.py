@@ -157,7 +157,7 @@ def _memory_at(buffers: Sequence[SavedBuffer]) -> Iterator[list[np.ndarray]]:
         arrays = []
         for buffer in buffers:
             raw = (ctypes.c_uint8 * len(buffer.data)).from_address(buffer.address)
-            arrays.append(np.frombuffer(raw, np.uint8))
+            arrays.append(np.ctypeslib.as_array(raw))
             arrays[-1][:] = np.frombuffer(buffer.data, np.uint8)
         yield arrays
     finally:

@@ -1,8 +1,8 @@
 """Builds and binds the stand-in runtime library (`standin.c`).
 
 The library is compiled on first use with the C compiler named by `CC` (else `cc`, else `gcc`) into
-`$XDG_CACHE_HOME/rubin_moe` (else `~/.cache/rubin_moe`); the file's name carries a hash of the
-source, so an upgrade builds anew. It keeps process-wide state: one set of callbacks at a time.
+the emulator's cache folder, or a temporary one where the cache is off; its folder's name carries a
+hash of the source, so an upgrade builds anew. It keeps process-wide state: one host at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rubin_moe.emulator.errors import EmulatorError
+from rubin_moe.emulator.native.compiler import cache_folder
 
 CUDA_SUCCESS = 0
 CUDA_LAUNCH_FAILURE = 719
@@ -105,7 +106,7 @@ def library_path() -> Path:
     """
     source = Path(__file__).with_name("standin.c")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rubin_moe"
+    cache = cache_folder() or Path(tempfile.mkdtemp(prefix="rubin_moe_"))
     # The name matters: CuTe DSL looks libraries up by it in places.
     target = cache / f"standin-{digest}" / "libcute_dsl_runtime.so"
     if not target.exists():
