@@ -238,9 +238,7 @@ def decode_tensor_load(
         _misaligned(offset, 128, "tensor copy destination")
     if barrier % 8:
         _misaligned(barrier, 8, "mbarrier")
-    # An mbarrier counts what is read: FP4 and FP6 that are padded in shared memory count packed, as
-    # FlashInfer's kernels with unpacked FP4 weights expect.
-    nbytes = t.nbytes * (len(rows) or 1) * t.format.chunk // 16
+    nbytes = t.counted * (len(rows) or 1)
     if multicast is None:
         if barrier_rank != rank and not (cta_group == 2 and barrier_rank >> 1 == rank >> 1):
             refuse(

@@ -97,8 +97,14 @@ class TensorMap:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of shared memory that the box writes, which is what the barrier counts."""
+        """Bytes of shared memory that the box writes, padding of sub-byte formats included."""
         return self.inner_bytes * self.rows
+
+    @cached_property
+    def counted(self) -> int:
+        """Bytes that a barrier counts: padding not included (FlashInfer's mixed kernels expect
+        four bits an element)."""
+        return self.nbytes * self.format.chunk // 16
 
     @cached_property
     def coordinate_step(self) -> int:

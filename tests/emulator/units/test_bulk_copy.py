@@ -154,6 +154,8 @@ def test_packed_and_padded_sub_byte_formats() -> None:
     raw = tensor_map(memory.base, 12, (384, 8), (192,), (128, 8), 0)
     op = bulk_copy.decode_tensor_load(raw, (256, 1), 0, 0x8000)
     op.perform(cluster, memory)
+    # the barrier counts codes, not padding
+    assert (op.nbytes, op.signals) == (1024, ((0, 0x8000, 512),))
     box = cluster.smem(0)[:1024].reshape(8, 8, 16)
     np.testing.assert_array_equal(box[:7, :, :8], data[1:, 128:192].reshape(7, 8, 8))
     assert not box[:, :, 8:].any()
