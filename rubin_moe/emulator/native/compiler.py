@@ -7,6 +7,7 @@ the emulator's source, the CPU and the LLVM version, so nothing stale is ever fo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -22,6 +23,8 @@ import llvmlite.binding as llvm
 
 from rubin_moe.emulator.native import control, cvt, functions, library, memory, sync
 
+#: Compiled modules kept on disk (most are below 0.5 MB).
+_CACHED_KERNELS = 512
 _RUNTIME_MODULES = (control, memory, sync, cvt, functions)
 
 
@@ -61,14 +64,25 @@ def cached(key: str, make: Callable[[], Any]) -> Any:
     if folder is None:
         return make()
     path = folder / f"{key}.pickle"
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError):
         return pickle.loads(path.read_bytes())
     value = make()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as stream:
         stream.write(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
     os.replace(stream.name, path)
+    _prune(folder)
     return value
+
+
+def _prune(folder: Path) -> None:
+    """Forget the files made longest ago; another process may be doing the same."""
+    ages: list[tuple[float, Path]] = []
+    for path in folder.glob("*.pickle"):
+        with contextlib.suppress(FileNotFoundError):
+            ages.append((path.stat().st_mtime, path))
+    for _, path in sorted(ages)[:-_CACHED_KERNELS]:
+        path.unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=1)
