@@ -65,3 +65,13 @@ def test_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     asked = None if config["quant_method"] == "rubin_moe" else "rubin_moe"
     with serving.engine(model.path, quantization=asked) as llm:
         assert serving.greedy(llm, tiny_models.PROMPTS, NUM_TOKENS) == expected
+
+
+@pytest.mark.long
+def test_a_compiled_model_generates_the_same(tmp_path: Path) -> None:
+    """With torch.compile around the layers: the experts are one opaque operator."""
+    arch, fmt, write, config = CASES["qwen3-nvfp4-modelopt"]
+    model = tiny_models.build(tmp_path, arch, fmt, write, config, seed=5)
+    expected = [model.greedy(p, NUM_TOKENS) for p in tiny_models.PROMPTS]
+    with serving.engine(model.path, enforce_eager=False) as llm:
+        assert serving.greedy(llm, tiny_models.PROMPTS, NUM_TOKENS) == expected

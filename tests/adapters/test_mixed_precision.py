@@ -32,7 +32,8 @@ CONFIG = {
 
 
 def quantize(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """q, k, v in FP8 with a scale each; o and the head in NVFP4."""
+    """q, k, v in FP8 with a scale each, o and the head in NVFP4, and scales of an FP8 cache, which
+    a cache in the model's dtype does not use."""
     rng = np.random.default_rng(7)
     out = dict(tensors)
     for name in tensors:
@@ -44,6 +45,8 @@ def quantize(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             out |= {name: codes, f"{module}.weight_scale": scale}
             out[f"{module}.input_scale"] = torch.tensor(0.02)
             model.get_submodule(module).weight.data.copy_(codes.float() * scale)
+            if module[-6] in "kv":
+                out[f"{module}.{module[-6]}_scale"] = torch.tensor(0.5)
         elif module.endswith(".o_proj") or module == "lm_head":
             shape = (1, *out[name].shape)
             matrix = tiny_models.projection(rng, "nvfp4-ue4m3", shape, 1, gpt_oss=False)
