@@ -6,6 +6,8 @@ from rubin_moe.arch.sm107 import SM107A
 from rubin_moe.arch.spec import ArchSpec
 from rubin_moe.errors import PlanError
 
+__all__ = ["ARCHS", "SM90A", "SM100A", "SM103A", "SM107A", "ArchSpec", "arch"]
+
 ARCHS: dict[str, ArchSpec] = {a.name: a for a in (SM90A, SM100A, SM103A, SM107A)}
 
 

@@ -7,9 +7,9 @@ device. A backend is two files: ``rules.py`` (``why_not`` and ``plan``, standard
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rubin_moe.formats.spec import BlockFormat
 from rubin_moe.kernels.activation import Activation
@@ -131,18 +131,3 @@ class ExpertsKernel(Protocol):
             expert_map: int32 ``[global_num_experts]``: global id -> local id or -1 (not here).
             out: ``[M, hidden]`` of x's dtype, or None to allocate.
         """
-
-
-class Launcher(Protocol):
-    """Starts compiled device code: the CUDA driver, or the emulator where it is asked for."""
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        cluster: tuple[int, int, int],
-        dynamic_smem: int,
-        args: Sequence[Any],
-    ) -> None:
-        """One launch, in stream order."""

@@ -32,7 +32,16 @@ class Row:
         return cast(Rules, importlib.import_module(f"rubin_moe.kernels.{self.package}.rules"))
 
 
-ROWS: tuple[Row, ...] = (Row("cpu", "cpu"), Row("cpu-tcgen05", "cpu_tcgen05"))
+ROWS: tuple[Row, ...] = (
+    Row("sm107", "sm107"),
+    Row("cpu", "cpu"),
+    Row("cpu-tcgen05", "cpu_tcgen05"),
+    Row(
+        "sm107-emulated",
+        "sm107_emulated",
+        opt_in="runs the sm_107a kernels instruction by instruction on a CPU, seconds a token",
+    ),
+)
 """In order of preference: the first that can, wins."""
 
 

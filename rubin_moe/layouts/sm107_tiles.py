@@ -94,6 +94,6 @@ def _swizzle(tiled: Tensor) -> Tensor:
 
 
 def _chunks(tiled: Tensor) -> Tensor:
-    """``[.., 128, 16]`` scales -> four chunks: row r, scale k at ``16 (r % 32) + 4 (r // 32) + k``."""
+    """``[.., 128, 16]`` scales -> four chunks, row r's at ``16 (r % 32) + 4 (r // 32)``."""
     nt, kt = tiled.shape[:2]
     return tiled.reshape(nt, kt, 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(nt, kt, SCALE_BYTES)

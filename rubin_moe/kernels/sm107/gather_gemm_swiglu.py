@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from rubin_moe.kernels.cute import ptx
-from rubin_moe.kernels.sm107 import plan as P
+from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107.mainloop import WORK_BYTES, Mainloop
 from rubin_moe.kernels.sm107.plan import GemmPlan
 
@@ -43,9 +43,9 @@ class GatherGemmSwiglu:
 
     def __init__(self, plan: GemmPlan, hidden: int, intermediate: int):
         self.plan = plan
-        self.k_tiles = -(-hidden // P.TILE_K)
+        self.k_tiles = -(-hidden // plans.TILE_K)
         self.row_tiles = -(-intermediate // 64)
-        self.out_k = -(-intermediate // P.TILE_K) * P.TILE_K
+        self.out_k = -(-intermediate // plans.TILE_K) * plans.TILE_K
         self.loop = Mainloop(plan, self.k_tiles, self.row_tiles)
 
     @cute.jit
@@ -72,7 +72,7 @@ class GatherGemmSwiglu:
             work, num_work, row_index, codes, scales, weights, alpha, out_codes, out_scales, norm
         ).launch(
             grid=(ctas, 1, 1),
-            block=(P.THREADS, 1, 1),
+            block=(plans.THREADS, 1, 1),
             smem=self.plan.smem_bytes,
             stream=stream,
         )
@@ -96,18 +96,25 @@ class GatherGemmSwiglu:
         lane = thread & 31
         smem = ptx.smem_base()
         tmem = self.loop.setup(smem, warp, lane)
-        if warp >= P.FIRST_GATHER_WARP:
+        if warp >= plans.FIRST_GATHER_WARP:
             self.loop.gather(
-                smem, thread - 32 * P.FIRST_GATHER_WARP, work, num_work, row_index, codes, scales
+                smem,
+                thread - 32 * plans.FIRST_GATHER_WARP,
+                work,
+                num_work,
+                row_index,
+                codes,
+                scales,
             )
-        elif warp == P.WEIGHT_WARP:
+        elif warp == plans.WEIGHT_WARP:
             self.loop.load_weights(smem, lane, work, num_work, weights)
-        elif warp == P.MMA_WARP:
+        elif warp == plans.MMA_WARP:
             self.loop.mma(smem, lane, tmem, work, num_work)
         else:
             self.epilogue(
                 smem, warp, lane, tmem, work, num_work, alpha, out_codes, out_scales, norm
             )
+        cute.arch.sync_warp()  # roles of one thread leave the rest of their warp here
         ptx.tcgen05_fence_before()
         cute.arch.sync_threads()
         if warp == 0:

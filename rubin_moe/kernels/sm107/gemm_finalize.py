@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from rubin_moe.kernels.cute import ptx
-from rubin_moe.kernels.sm107 import plan as P
+from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107.mainloop import WORK_BYTES, Mainloop
 from rubin_moe.kernels.sm107.plan import GemmPlan
 
@@ -30,8 +30,8 @@ class GemmFinalize:
         self.plan = plan
         self.hidden = hidden
         self.atomic = atomic
-        self.k_tiles = -(-intermediate // P.TILE_K)
-        self.row_tiles = -(-hidden // P.TILE_M)
+        self.k_tiles = -(-intermediate // plans.TILE_K)
+        self.row_tiles = -(-hidden // plans.TILE_M)
         self.loop = Mainloop(plan, self.k_tiles, self.row_tiles)
 
     @cute.jit
@@ -56,7 +56,7 @@ class GemmFinalize:
             work, num_work, row_index, codes, scales, weights, alpha, out, out_row, router_weight
         ).launch(
             grid=(ctas, 1, 1),
-            block=(P.THREADS, 1, 1),
+            block=(plans.THREADS, 1, 1),
             smem=self.plan.smem_bytes,
             stream=stream,
         )
@@ -80,18 +80,25 @@ class GemmFinalize:
         lane = thread & 31
         smem = ptx.smem_base()
         tmem = self.loop.setup(smem, warp, lane)
-        if warp >= P.FIRST_GATHER_WARP:
+        if warp >= plans.FIRST_GATHER_WARP:
             self.loop.gather(
-                smem, thread - 32 * P.FIRST_GATHER_WARP, work, num_work, row_index, codes, scales
+                smem,
+                thread - 32 * plans.FIRST_GATHER_WARP,
+                work,
+                num_work,
+                row_index,
+                codes,
+                scales,
             )
-        elif warp == P.WEIGHT_WARP:
+        elif warp == plans.WEIGHT_WARP:
             self.loop.load_weights(smem, lane, work, num_work, weights)
-        elif warp == P.MMA_WARP:
+        elif warp == plans.MMA_WARP:
             self.loop.mma(smem, lane, tmem, work, num_work)
         else:
             self.epilogue(
                 smem, warp, lane, tmem, work, num_work, alpha, out, out_row, router_weight
             )
+        cute.arch.sync_warp()  # roles of one thread leave the rest of their warp here
         ptx.tcgen05_fence_before()
         cute.arch.sync_threads()
         if warp == 0:
@@ -114,7 +121,7 @@ class GemmFinalize:
             expert = ptx.load_s32(base)
             first = ptx.load_s32(base + 4)
             count = ptx.load_s32(base + 8)
-            feature = (tile - item * self.row_tiles) * P.TILE_M + warp * 32 + lane
+            feature = (tile - item * self.row_tiles) * plans.TILE_M + warp * 32 + lane
             factor = ptx.load_f32(alpha + Int64(expert) * 4)
             ptx.mbarrier_wait(bars.acc_full + 8 * acc, acc_parity)
             ptx.tcgen05_fence_after()

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from rubin_moe.kernels.cute import ptx
-from rubin_moe.kernels.sm107 import plan as P
+from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107.plan import GemmPlan
 
 BARRIER_BYTES = 8
@@ -44,7 +44,7 @@ class Mainloop:
         self.plan = plan
         self.k_tiles = k_tiles
         self.row_tiles = row_tiles
-        self.lag = min(P.LAG, plan.stages - 1)
+        self.lag = min(plans.LAG, plan.stages - 1)
 
     def barriers(self, smem):
         return Barriers(smem, self.plan.stages)
@@ -54,7 +54,7 @@ class Mainloop:
         """Barriers and tensor memory; returns the address of tensor memory. Whole block."""
         plan = self.plan
         bars = self.barriers(smem)
-        if warp == P.MMA_WARP:
+        if warp == plans.MMA_WARP:
             if lane == 0:
                 for s in cutlass.range_constexpr(plan.stages):
                     ptx.mbarrier_init(bars.full_w + 8 * s, plan.weight_edge.full_arrivals)
@@ -88,18 +88,18 @@ class Mainloop:
                 item = tile // self.row_tiles
                 expert = ptx.load_s32(work + Int64(item) * WORK_BYTES)
                 first = Int64(expert) * self.row_tiles + (tile - item * self.row_tiles)
-                source = weights + first * (self.k_tiles * P.WEIGHT_STAGE_BYTES)
+                source = weights + first * (self.k_tiles * plans.WEIGHT_STAGE_BYTES)
                 k = Int32(0)
                 while k < self.k_tiles:
                     ptx.mbarrier_wait(bars.empty + 8 * stage, parity)
-                    ptx.mbarrier_arrive_expect_tx(bars.full_w + 8 * stage, P.WEIGHT_STAGE_BYTES)
+                    ptx.mbarrier_arrive_expect_tx(bars.full_w + 8 * stage, plans.WEIGHT_STAGE_BYTES)
                     ptx.bulk_load(
-                        smem + self.plan.offset("sA") + stage * P.WEIGHT_STAGE_BYTES,
+                        smem + self.plan.offset("sA") + stage * plans.WEIGHT_STAGE_BYTES,
                         source,
-                        P.WEIGHT_STAGE_BYTES,
+                        plans.WEIGHT_STAGE_BYTES,
                         bars.full_w + 8 * stage,
                     )
-                    source += P.WEIGHT_STAGE_BYTES
+                    source += plans.WEIGHT_STAGE_BYTES
                     stage += 1
                     if stage == self.plan.stages:
                         stage = Int32(0)
@@ -142,7 +142,7 @@ class Mainloop:
             while k < self.k_tiles:
                 ptx.mbarrier_wait(bars.empty + 8 * stage, parity)
                 b = smem + plan.offset("sB") + stage * (plan.tile_n * 128)
-                sfb = smem + plan.offset("sSFB") + stage * P.SFB_STAGE_BYTES
+                sfb = smem + plan.offset("sSFB") + stage * plans.SFB_STAGE_BYTES
                 for i in cutlass.range_constexpr(code_rows):
                     row = (thread >> 3) + 16 * i
                     ptx.cp_async_16(
@@ -233,9 +233,9 @@ class Mainloop:
                     ptx.mbarrier_wait(bars.full_w + 8 * stage, parity)
                     ptx.mbarrier_wait(bars.full_t + 8 * stage, parity)
                     ptx.tcgen05_fence_after()
-                    a = smem + plan.offset("sA") + stage * P.WEIGHT_STAGE_BYTES
+                    a = smem + plan.offset("sA") + stage * plans.WEIGHT_STAGE_BYTES
                     b = smem + plan.offset("sB") + stage * (plan.tile_n * 128)
-                    s = smem + plan.offset("sSFB") + stage * P.SFB_STAGE_BYTES
+                    s = smem + plan.offset("sSFB") + stage * plans.SFB_STAGE_BYTES
                     for c in cutlass.range_constexpr(4):
                         chunk = a + 128 * 128 + 512 * c
                         ptx.copy_scales(sfa + 4 * c, Int64(SCALE_DESC) | Int64(chunk >> 4))

@@ -1,10 +1,10 @@
 """Tiles, stages and addresses of the sm_107a grouped GEMMs. Standard library only.
 
-Both GEMMs share a mainloop: A is 128 rows of weights (one bulk copy a stage, `layouts.sm107_tiles`),
-B is up to ``tile_n`` tokens gathered by row index. Their scales go to shared memory with 4-byte
-``cp.async`` straight into 128 x 4 chunks and from there by UTCCP: a K tile has ``4 tile_n`` such
-words, 4 a thread at 128 tokens, where transform warps with ``tcgen05.st`` would cost four more
-warps, four stages of 16 TMEM columns and 64 shared loads a warp.
+Both GEMMs share a mainloop: A is 128 rows of weights (one bulk copy a stage, in the order of
+`layouts.sm107_tiles`), B is up to ``tile_n`` tokens gathered by row index. Scales of tokens go to
+shared memory with 4-byte ``cp.async`` straight into 128 x 4 chunks and from there by UTCCP: a K
+tile has ``4 tile_n`` such words, 4 a thread at 128 tokens, where transform warps with
+``tcgen05.st`` would cost four more warps, four stages of 16 TMEM columns and 64 shared loads.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,78 @@
+"""Kernels on the emulator: the one place that knows both.
+
+`install` makes the emulator a launcher by name; a backend that names it runs its compiled kernels
+here, on CPU tensors at their own addresses. Executed on the emulator is not measured on hardware.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rubin_moe.emulator.compile import Kernel, load_ptx
+from rubin_moe.emulator.launch import Device
+from rubin_moe.emulator.report import Report
+from rubin_moe.kernels.launch import Argument, CompiledKernel, install_launcher, pack
+
+logger = logging.getLogger(__name__)
+
+
+class EmulatorLauncher:
+    """Runs each launch to its end before it returns.
+
+    Attributes:
+        reports: of the launches so far, newest last, if ``keep_reports``.
+    """
+
+    def __init__(self, seed: int | None = None, keep_reports: bool = False) -> None:
+        self.seed = seed
+        self.keep_reports = keep_reports
+        self.reports: list[Report] = []
+        self._kernels: dict[str, Kernel] = {}
+
+    def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
+        """One launch; raises what the emulator raises, with kernel, CTA, warp and PTX line."""
+        device = Device(kernel.arch)
+        for start, nbytes in _ranges(args):
+            device.register_range(start, nbytes, kernel.name)
+        report = device.launch(
+            self._kernel(kernel),
+            grid,
+            kernel.block,
+            b"".join(_aligned(pack(args))),
+            dynamic_smem=kernel.smem_bytes,
+            seed=self.seed,
+        )
+        if self.keep_reports:
+            self.reports.append(report)
+        logger.debug("%s", report)
+
+    def _kernel(self, kernel: CompiledKernel) -> Kernel:
+        if kernel.key not in self._kernels:
+            module = load_ptx(kernel.ptx, deferred=self.seed is not None)
+            self._kernels[kernel.key] = module.entry(kernel.entry)
+        return self._kernels[kernel.key]
+
+
+def _ranges(args: Sequence[Argument]) -> list[tuple[int, int]]:
+    """Address and bytes of every tensor's storage, each once."""
+    storages = [a.untyped_storage() for a in args if isinstance(a, Tensor)]
+    return sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
+
+
+def _aligned(parts: list[bytes]) -> list[bytes]:
+    """Parameters at their natural alignment, as the ABI lays them out."""
+    out: list[bytes] = []
+    at = 0
+    for part in parts:
+        padding = -at % len(part)
+        out += [bytes(padding), part]
+        at += padding + len(part)
+    return out
+
+
+def install(seed: int | None = None, keep_reports: bool = False) -> None:
+    """Makes ``emulator`` a launcher. ``seed`` delays asynchronous operations, legally."""
+    install_launcher("emulator", lambda: EmulatorLauncher(seed, keep_reports))

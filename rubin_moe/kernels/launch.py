@@ -1,0 +1,133 @@
+"""Compiled device code and what starts it.
+
+A kernel is its PTX, its cubin and a few numbers; it is started with plain values (tensors and
+integers) by a `Launcher`. Kernels know the CUDA driver's; another one (the emulator's) is installed
+by name by whoever wants it, so that nothing here depends on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rubin_moe.errors import ConfigError, RubinMoeError
+
+Argument = Tensor | int | None
+"""A tensor passes its address (8 bytes), None the address 0, an integer 4 bytes."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel for one architecture.
+
+    Attributes:
+        name: for messages; entry: name of the entry function.
+        block: threads; smem_bytes: dynamic shared memory.
+        key: names the source, plan, compiler and architecture that it was made from.
+    """
+
+    name: str
+    arch: str
+    entry: str
+    ptx: str
+    cubin: bytes
+    block: int
+    smem_bytes: int
+    key: str
+
+
+class Launcher(Protocol):
+    """Starts compiled device code in stream order."""
+
+    def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
+        """One launch of ``grid`` blocks."""
+
+
+_FACTORIES: dict[str, Callable[[], Launcher]] = {}
+_lock = threading.Lock()
+_made: dict[str, Launcher] = {}
+
+
+def install_launcher(name: str, factory: Callable[[], Launcher]) -> None:
+    """Makes `launcher` answer to ``name``; installing the same name again replaces it."""
+    with _lock:
+        _FACTORIES[name] = factory
+        _made.pop(name, None)
+
+
+def launcher(name: str) -> Launcher:
+    """The launcher of that name, made on first use. Raises ConfigError if none was installed."""
+    with _lock:
+        if name not in _made:
+            if name not in _FACTORIES:
+                raise ConfigError(
+                    f"no launcher {name!r} is installed; there are {', '.join(_FACTORIES)}"
+                )
+            _made[name] = _FACTORIES[name]()
+        return _made[name]
+
+
+def pack(args: Sequence[Argument]) -> list[bytes]:
+    """Each argument's bytes, little-endian."""
+    out = []
+    for value in args:
+        if isinstance(value, int):
+            out.append(struct.pack("<i", value))
+        else:
+            out.append(struct.pack("<Q", 0 if value is None else value.data_ptr()))
+    return out
+
+
+class DriverError(RubinMoeError):
+    """A call of the CUDA driver failed."""
+
+
+class DriverLauncher:
+    """Launches through the CUDA driver on torch's current stream and context."""
+
+    _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
+        self._images: list[Any] = []
+
+    def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
+        """Asynchronous; errors of earlier launches may surface here, as always with CUDA."""
+        function = self._function(kernel)
+        values = [ctypes.create_string_buffer(part, len(part)) for part in pack(args)]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._call(
+            "cuLaunchKernel", function, grid, 1, 1, kernel.block, 1, 1, kernel.smem_bytes, stream,
+            pointers, None,
+        )  # fmt: skip
+
+    def _function(self, kernel: CompiledKernel) -> ctypes.c_void_p:
+        where = (kernel.key, torch.cuda.current_device())
+        if where not in self._functions:
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            image = ctypes.create_string_buffer(kernel.cubin, len(kernel.cubin))
+            self._images.append(image)
+            self._call("cuModuleLoadData", ctypes.byref(module), image)
+            self._call("cuModuleGetFunction", ctypes.byref(function), module, kernel.entry.encode())
+            self._call("cuFuncSetAttribute", function, self._MAX_DYNAMIC_SMEM, kernel.smem_bytes)
+            self._functions[where] = function
+        return self._functions[where]
+
+    def _call(self, name: str, *args: Any) -> None:
+        code = getattr(self._cuda, name)(*args)
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(code, ctypes.byref(text))
+            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()}")
+
+
+install_launcher("driver", DriverLauncher)
