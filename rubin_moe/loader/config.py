@@ -11,7 +11,7 @@ nothing names is not quantized. ``quant_method`` alone decides nothing about exp
 says ``fp8`` over FP4 experts. What is on disk is `dialects.identify`'s to say.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -100,8 +100,15 @@ class QuantConfig:
         return _Parser(raw, source).config()
 
     def excluded(self, module: str) -> str | None:
-        """The exclude entry that names ``module`` or something above it, else None."""
-        return self.exclude.match(module)
+        """The exclude entry that names ``module``, something above it, or all projections of an
+        ``experts`` module; else None."""
+        found = self.exclude.match(module)
+        if found is None:
+            for projections in _projections(module):
+                entries = [self.exclude.match(p) for p in projections]
+                if all(entries):
+                    return entries[0]
+        return found
 
     def declared(self, module: str) -> Declared | None:
         """What is said of an ``experts`` module (or any module); None: not quantized.
@@ -115,13 +122,14 @@ class QuantConfig:
             found = self.layers.get(name) or self._of_projections(name)
             if found is not None:
                 return found
-        for named_only in (True, False):
-            for targets, everything, declared in self.groups:
-                if everything != named_only and (everything or targets.match(module)):
-                    return declared
-        if self.layers:
-            return None
-        return self.moe_default or self.default
+        names = (module, *(p for projections in _projections(module) for p in projections))
+        for targets, _, declared in self.groups:
+            if any(targets.match(name) for name in names):
+                return declared
+        for _, everything, declared in self.groups:
+            if everything:
+                return declared
+        return None if self.layers else self.moe_default or self.default
 
     def _of_projections(self, module: str) -> Declared | None:
         slots = self._slots.get(module)
@@ -134,6 +142,14 @@ class QuantConfig:
         return next(iter(slots.values()))
 
 
+def _projections(module: str) -> tuple[tuple[str, ...], ...]:
+    """An expert's linears as lists of modules spell them; none below other modules."""
+    if not module.endswith(".experts"):
+        return ()
+    spelled = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+    return tuple(tuple(f"{module}.0.{p}" for p in names) for names in spelled)
+
+
 def find_config(
     config: Mapping[str, Any] | None,
     hf_quant: Mapping[str, Any] | None = None,
@@ -144,17 +160,7 @@ def find_config(
     Args:
         config: config.json; hf_quant: hf_quant_config.json; params: params.json (Mistral).
     """
-    found: list[QuantConfig] = []
-    for where, holder in _holders(config, params, hf_quant):
-        raw = holder if where == "hf_quant_config.json" else None
-        for key in ("quantization_config", "quantization"):
-            if raw is None and isinstance(holder.get(key), Mapping):
-                raw = holder[key]
-                where = f"{where}: {key}"
-        if raw:
-            dtype = holder.get("expert_dtype")  # DeepSeek-V4 keeps it beside, V4.1 inside
-            beside = {} if dtype is None else {"expert_dtype": dtype}
-            found.append(QuantConfig.parse({**beside, **raw}, where))
+    found = [QuantConfig.parse(raw, where) for where, raw in _places(config, hf_quant, params)]
     if not found:
         return None
     first = found[0]
@@ -167,22 +173,31 @@ def find_config(
     return first
 
 
-def _holders(
+def _places(
     config: Mapping[str, Any] | None,
-    params: Mapping[str, Any] | None,
     hf_quant: Mapping[str, Any] | None,
-) -> list[tuple[str, Mapping[str, Any]]]:
-    holders: list[tuple[str, Mapping[str, Any]]] = []
+    params: Mapping[str, Any] | None,
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where, quantization config), in order of precedence."""
     if config is not None:
-        holders.append(("config.json", config))
+        yield from _inside("config.json", config)
         for key in TEXT_CONFIGS:
             if isinstance(config.get(key), Mapping):
-                holders.append((f"config.json: {key}", config[key]))
-    if hf_quant is not None:
-        holders.append(("hf_quant_config.json", hf_quant))
+                yield from _inside(f"config.json: {key}", config[key])
+    if hf_quant:
+        yield "hf_quant_config.json", hf_quant
     if params is not None:
-        holders.append(("params.json", params))
-    return holders
+        yield from _inside("params.json", params)
+
+
+def _inside(where: str, holder: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for key in ("quantization_config", "quantization"):
+        raw = holder.get(key)
+        if isinstance(raw, Mapping) and raw:
+            dtype = holder.get("expert_dtype")  # DeepSeek-V4 keeps it beside, V4.1 inside
+            beside = {} if dtype is None else {"expert_dtype": dtype}
+            yield f"{where}: {key}", {**beside, **raw}
+            return
 
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")

@@ -155,6 +155,20 @@ def test_malformed_configs_are_named(change, message):
         QuantConfig.parse({**MIXED, **change})
 
 
+@pytest.mark.parametrize(
+    "target", ["re:.*mlp.experts.*.(gate|up|down)_proj$", "re:.*experts.*", "model.layers.1.mlp*"]
+)
+def test_groups_and_lists_may_name_the_projections(target):
+    group = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": [target],
+             "format": "nvfp4-pack-quantized", "input_activations": None}  # fmt: skip
+    other = {"weights": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
+    raw = {"quant_method": "compressed-tensors", "format": "mixed-precision",
+           "config_groups": {"a": other, "b": group}}  # fmt: skip
+    assert QuantConfig.parse(raw).declared(EXPERTS).algo == "NVFP4"
+    assert QuantConfig.parse({**raw, "ignore": [target]}).excluded(EXPERTS) == target
+    assert QuantConfig.parse({**raw, "ignore": ["re:.*up_proj"]}).excluded(EXPERTS) is None
+
+
 def test_experts_of_two_kinds_in_one_layer_are_an_error():
     layers = {
         "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"},
