@@ -49,6 +49,7 @@ CASES = {
         stored.compressed_mxfp4,
         _compressed("mxfp4-pack-quantized", 32),
     ),
+    "glm4-nvfp4-modelopt": ("glm4_moe", "nvfp4-ue4m3", stored.modelopt, _MODELOPT),
     "gpt-oss-mxfp4": ("gpt_oss", "mxfp4", stored.gpt_oss_mxfp4, _GPT_OSS),
     "gpt-oss-nvfp4-modelopt": ("gpt_oss", "nvfp4-ue4m3", stored.gpt_oss_modelopt, _MODELOPT),
     "gpt-oss-nvfp4-ue5m3": ("gpt_oss", "nvfp4-ue5m3", stored.gpt_oss_ue5m3, _UE5M3),

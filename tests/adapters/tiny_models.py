@@ -84,9 +84,10 @@ def build(
     model = _transformers_model(arch, seed, intermediate)
     gpt_oss = arch == "gpt_oss"
     tensors = {n: t.contiguous() for n, t in model.state_dict().items() if ".experts." not in n}
+    routed = [n for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")]
     if quantize is not None:
         tensors = quantize(model, tensors)
-    for index in range(LAYERS):
+    for index in routed:
         w13 = projection(rng, fmt, (EXPERTS, 2 * intermediate, HIDDEN), 2, gpt_oss)
         w2 = projection(rng, fmt, (EXPERTS, HIDDEN, intermediate), 1, gpt_oss)
         _fill_experts(model.model.layers[index].mlp.experts, (w13, w2), fmt, gpt_oss)
@@ -125,6 +126,22 @@ def _transformers_model(arch: str, seed: int, intermediate: int) -> Any:
         )
         config.max_position_embeddings = 131072
         model = transformers.GptOssForCausalLM(config)
+    elif arch == "glm4_moe":  # a dense layer first, a shared expert, sigmoid scores with a bias
+        config = transformers.Glm4MoeConfig(
+            moe_intermediate_size=intermediate,
+            intermediate_size=2 * intermediate,
+            n_routed_experts=EXPERTS,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+            **sizes,
+        )
+        model = transformers.Glm4MoeForCausalLM(config)
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.e_score_correction_bias.data.normal_(0, 0.2)
     else:
         config = transformers.Qwen3MoeConfig(
             moe_intermediate_size=intermediate,
