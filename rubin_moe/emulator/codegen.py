@@ -121,6 +121,11 @@ class Emitter:
         """Floating lanes of an operand."""
         return self.read(operand, bits).as_float()
 
+    def is_predicate(self, operand: Operand) -> bool:
+        """Whether an operand is a predicate register or its complement."""
+        register = operand.reg if isinstance(operand, Not) else operand
+        return isinstance(register, Reg) and self.registers.get(register.name) == "pred"
+
     def predicate(self, operand: Operand) -> Val:
         """A predicate operand as ``<32 x i1>``."""
         if isinstance(operand, Not):

@@ -146,7 +146,8 @@ class Scheduler:
                 if not self._retry(turn) and not self._advance_while_stuck():
                     return False
             elif outcome == SLICED:
-                return False
+                if not self._retry(turn):
+                    return False
             elif outcome == Outcome.STALL:
                 self._stall(turn, turn.cluster.warps[index])
             else:

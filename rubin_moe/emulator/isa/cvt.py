@@ -74,7 +74,9 @@ def emit_convert_float(em: Emitter, ins: Instruction) -> None:
         _to_half(em, ins, to)
     elif source in ("f16", "bf16"):
         value = widen(em, em.read(ins.operands[1], 16), source)
-        em.write(ins.operands[0], canonical_nan(value))
+        # a bfloat16 NaN keeps its payload, a float16 one does not (H200, 2026-11-30)
+        wide = value.as_int() if source == "bf16" else canonical_nan(value)
+        em.write(ins.operands[0], wide)
     else:
         _between_wide(em, ins, to, source)
 

@@ -64,6 +64,19 @@ def _narrow_odd(em: Emitter, value: Val) -> Val:
     return back.cmp("une", value).select(stepped, bits).as_float()
 
 
+def _fma_odd(em: Emitter, sources: list[Val]) -> Val:
+    """a * b + c in float64 rounded to odd; the product of two 16-bit floats is exact there."""
+    product, c = sources[0] * sources[1], sources[2]
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)  # what the sum lost (TwoSum)
+    bits = total.as_int()
+    away = (bits ^ error.as_int()).cmp("slt", 0)
+    odd = away.select(bits - 1, bits) | 1
+    inexact = error.cmp("one", 0.0) & (bits & 0x7FF0000000000000).ne(0x7FF0000000000000)
+    return inexact.select(odd, bits).as_float()
+
+
 def _arithmetic(em: Emitter, op: str, sources: list[Val]) -> Val:
     if op == "fma":
         return em.b.math("fma", *sources)
@@ -95,10 +108,9 @@ def _single(em: Emitter, ins: Instruction, op: str, sources: list[Val]) -> Val:
     if ftz:
         sources = [flush_subnormals(s) for s in sources]
     sign = 1 << (bits - 1)
-    if op == "neg":
-        return sources[0] ^ sign
-    if op == "abs":
-        return sources[0] & (sign - 1)
+    if op in ("neg", "abs"):
+        flipped = sources[0] ^ sign if op == "neg" else sources[0] & (sign - 1)
+        return canonical_nan(flipped.as_float())  # as an H200 does (2026-11-30)
     if op == "copysign":
         return (sources[1] & (sign - 1)) | (sources[0] & sign)
     if op in ("min", "max"):
@@ -171,8 +183,7 @@ def _half(em: Emitter, ins: Instruction, op: str, base: str, sources: list[Val])
         extreme = extremum(ins.parts, op, [w.as_int() for w in wide])
         return narrow(em, extreme.as_float(), base)
     if op == "fma":
-        exact = em.b.math("fma", *(w.cast("fpext", F64V) for w in wide))
-        result = _narrow_odd(em, exact)
+        result = _narrow_odd(em, _fma_odd(em, [w.cast("fpext", F64V) for w in wide]))
     else:
         result = _arithmetic(em, op, wide)
     out = narrow(em, result, base)

@@ -106,7 +106,7 @@ def _value(em: Emitter, operand: Operand) -> Val:
     """64-bit lanes of a scalar operand."""
     if isinstance(operand, Mem):
         return em.address(operand, _width(em, operand.base)).resize(64)
-    if isinstance(operand, Reg) and em.registers.get(operand.name) == "pred":
+    if em.is_predicate(operand):
         return em.predicate(operand).cast("zext", V64)
     if isinstance(operand, Imm):
         return em.read(operand, 64)
@@ -138,7 +138,10 @@ def emit_unit(em: Emitter, ins: Instruction) -> None:
             continue
         for position, scalar in enumerate(_scalars(operand)):
             offset = FIELDS["args"] + 8 * LANES * (plan.first + position)
-            em.b.store(_value(em, scalar), em.b.gep(em.S, offset), 64)
+            value = _value(em, scalar)
+            if family.name == "cp_async" and em.is_predicate(scalar):
+                value = value.ne(0).select(em.b.const(0, V64), 16)  # ignore the source: size 0
+            em.b.store(value, em.b.gep(em.S, offset), 64)
     em.flush(vectors)
     following = em.number + 1
     skip = em.skip_unless_executed(mask, following)

@@ -10,7 +10,7 @@ from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.isa.integer import type_bits
 from rubin_moe.emulator.native.ir import I1, I32, I64, LANES, V32, V64, Type, Val
 from rubin_moe.emulator.native.memory import ATOMICS
-from rubin_moe.emulator.ptx.ast import Imm, Instruction, Mem, Not, Operand, Reg, Vec
+from rubin_moe.emulator.ptx.ast import Imm, Instruction, Mem, Operand, Vec
 
 _SPACES = ("param", "global", "shared", "local", "const")
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
@@ -173,9 +173,7 @@ def emit_cp_async(em: Emitter, ins: Instruction) -> None:
 
 
 def _source_size(em: Emitter, operand: Operand, full: Val) -> Val:
-    negated = isinstance(operand, Not)
-    register = operand.reg if isinstance(operand, Not) else operand
-    if negated or (isinstance(register, Reg) and em.registers.get(register.name) == "pred"):
+    if em.is_predicate(operand):
         return em.predicate(operand).select(em.b.const(0, V32), full)
     return em.b.math("umin", em.read(operand, 32), full)
 

@@ -102,8 +102,8 @@ def test_sign_manipulation() -> None:
     a, b = values(2)
     bits = a.view(np.uint32)
     for op, expected in (("neg", bits ^ 0x80000000), ("abs", bits & 0x7FFFFFFF)):
-        ours = elementwise(f" {op}.f32 %r63, %r0;", [a], np.uint32)
-        np.testing.assert_array_equal(ours, expected)
+        ours = elementwise(f" {op}.f32 %r63, %r0;", [a], np.float32)
+        same_bits(ours, expected.view(np.float32))
     ours = elementwise(" copysign.f32 %r63, %r0, %r1;", [a, b], np.uint32)
     expected = (b.view(np.uint32) & 0x7FFFFFFF) | (bits & 0x80000000)
     np.testing.assert_array_equal(ours, expected)
@@ -193,3 +193,12 @@ def test_float64() -> None:
     np.testing.assert_allclose(ours, a * b + c, rtol=1e-12)
     ours = elementwise(" cvt.rn.f32.f64 %r63, %d0;", [a], np.float32)
     np.testing.assert_array_equal(ours, a.astype(np.float32))
+
+
+def test_bf16_fma_keeps_a_sticky_bit_below_float64() -> None:
+    """188 * 144 is a tie in bfloat16; the addend, 2^-57 of it, decides it (as on an H200)."""
+    a, b, c = (np.full(4, x, np.uint16) for x in (0x55BC, 0x4E90, 0xC8A6))
+    ours = elementwise(" fma.rn.bf16 %h31, %h0, %h1, %h2;", [a, b, c], np.uint16)
+    assert (ours == 0x64D3).all()
+    up = elementwise(" fma.rn.bf16 %h31, %h0, %h1, %h2;", [a, b, c ^ 0x8000], np.uint16)
+    assert (up == 0x64D4).all()

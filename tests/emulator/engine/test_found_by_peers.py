@@ -12,8 +12,9 @@ from ..units.machine import tensor_map
 from .harness import module, run
 
 
+@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize(("ignored", "expected"), [(0, 0x11223344), (1, 0)])
-def test_cp_async_may_ignore_its_source(ignored: int, expected: int) -> None:
+def test_cp_async_may_ignore_its_source(ignored: int, expected: int, seed: int | None) -> None:
     """The fourth operand is a predicate; an ignored source may lie outside every buffer."""
     source, out = np.full(1, 0x11223344, np.uint32), np.zeros(1, np.uint32)
     body = f"""
@@ -25,7 +26,12 @@ def test_cp_async_may_ignore_its_source(ignored: int, expected: int) -> None:
  cp.async.wait_all;
  ld.shared.b32 %r2, [%r0]; st.global.b32 [%addr1], %r2;"""
     head = ".shared .align 16 .b8 word[16];"
-    run(module(body, ".param .u64 source, .param .u64 out", head=head), [source, out], block=1)
+    run(
+        module(body, ".param .u64 source, .param .u64 out", head=head),
+        [source, out],
+        block=1,
+        seed=seed,
+    )
     assert out[0] == expected
 
 
