@@ -22,7 +22,7 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import ActivationFormat, MoEProblem
 from rubin_moe.layers import ops
 from rubin_moe.layers.experts import MoEExperts
-from rubin_moe.loader.fold import fold
+from rubin_moe.loader.for_activations import fit, weight_format_for
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.loader.spec import ExpertsSpec
 
@@ -112,7 +112,7 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
             top_k=self.moe.experts_per_token,
             hidden=spec.hidden,
             intermediate=shard.columns(spec.intermediate, vec).padded,
-            weight_format=spec.fmt,
+            weight_format=weight_format_for(spec.fmt, _activation_format()),
             activation=self._activation(layer),
             activation_format=_activation_format(),
             dtype=str(self.moe.in_dtype).removeprefix("torch."),
@@ -153,9 +153,8 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def _install(self, weights: ExpertWeights) -> None:
         """Prepare ``weights``; into the storage that is there already, after the first time."""
-        if weights.fmt.has_global:
-            mode = envs.text("RUBIN_MOE_FOLD") or "exact"
-            weights, _ = fold(weights, mode)  # type: ignore[arg-type]  # fold checks it
+        mode = envs.text("RUBIN_MOE_FOLD") or "exact"
+        weights, _ = fit(weights, self._problem.activation_format, mode)  # type: ignore[arg-type]
         if self._experts is None:
             self._experts = MoEExperts(weights, self._problem, self._target)
             compat.shield_llvmlite()  # a backend may have imported it
