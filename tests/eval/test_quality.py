@@ -13,14 +13,15 @@ from rubin_moe.errors import ConfigError
 from rubin_moe.eval import quality
 from rubin_moe.eval.heldout import encode_chapters, log_probs, mean_nll, read_chapters, windows
 from rubin_moe.eval.model import SwitchableModel
-from rubin_moe.eval.report import Settings, measure, table_cells
+from rubin_moe.eval.report import TITLES, Settings, measure, table_cells
 from rubin_moe.eval.variants import Variant, hold, variants
 from rubin_moe.formats.spec import MXFP4, NVFP4_UE4M3, NVFP4_UE5M3, is_nvfp4
 from rubin_moe.kernels.base import Target
 from rubin_moe.loader.load import ModelCheckpoint, load_experts
 from tests.oracles import quant
 
-KJV = Path(__file__).resolve().parents[2] / "models" / "kjv"
+ROOT = Path(__file__).resolve().parents[2]
+KJV = ROOT / "models" / "kjv"
 TEXT = KJV / "corpus" / "heldout.txt"
 CPU = Target("cpu")
 FORMATS = {"nvfp4-ue4m3": NVFP4_UE4M3, "nvfp4-ue5m3": NVFP4_UE5M3, "mxfp4": MXFP4}
@@ -231,3 +232,19 @@ def test_command_writes_the_same_file_twice_and_shows_it(tmp_path):
     shown = runner.invoke(app, ["eval", "--show", str(files[0]), "--markdown"])
     assert f"{content['rows'][1]['perplexity']:.3f}" in shown.output
     assert runner.invoke(app, ["eval"]).exception is not None
+
+
+def test_documented_tables_are_the_result_file():
+    result = json.loads((ROOT / "docs" / "results" / "quality.json").read_text())
+    measured = [tuple(cells) for cells in table_cells(result["rows"])]
+    assert len(measured) >= 19
+    for name, whole in (("docs/quality.md", True), ("README.md", False)):
+        rows = [r for r in _table_rows(ROOT / name) if len(r) == len(TITLES)]
+        shown = [r for r in rows if r[0] in (*FORMS, "16bit") and r[1] in (*FORMS, "16bit")]
+        assert set(shown) <= set(measured), name
+        assert not whole or shown == measured, name
+
+
+def _table_rows(path: Path) -> list[tuple[str, ...]]:
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
