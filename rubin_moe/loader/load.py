@@ -5,14 +5,14 @@ headers and configs tell is told without it.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rubin_moe.errors import CheckpointError, ConfigError
 from rubin_moe.loader.checkpoint import Checkpoint
 from rubin_moe.loader.config import Declared, QuantConfig, find_config
-from rubin_moe.loader.dialect import Dialect, Reading, Stacking
+from rubin_moe.loader.dialect import Dialect, Part, Reading, Stacking
 from rubin_moe.loader.dialects import NotFp4, identify
 from rubin_moe.loader.model import MoESizes, moe_sizes
 from rubin_moe.loader.modelopt_stacked import STACKINGS
@@ -65,7 +65,8 @@ class ModelCheckpoint(Checkpoint):
             return found[0]
         if found:
             raise CheckpointError(f"{key} has experts under {' and '.join(found)}: name one")
-        wanted = next(iter(modules), "model.layers.0.mlp.experts").replace("layers.0", key, 1)
+        model = next(iter(modules), "model.layers.0.mlp.experts")
+        wanted = model.replace(str(module_layer(model)), key, 1)
         near = nearest_names(wanted, {n.rsplit(".", 3)[0] for n in self.tensors if key in n})
         more = f"; nearest: {', '.join(near)}" if near else ""
         raise CheckpointError(
@@ -104,9 +105,8 @@ class ModelCheckpoint(Checkpoint):
             self.sizes,
             self.quant,
             module,
-            has_bias="bias" in parts,
-            has_input_scales="input_dec" in parts,
-            stacking=stacking,
+            parts,
+            stacking,
         )
         stored = sum(e.nbytes for e in self.experts()[module])
         # Before anything of that size is allocated; what is merely missing is told by name later.
@@ -123,19 +123,20 @@ def make_spec(
     sizes: MoESizes,
     quant: QuantConfig | None,
     module: str,
-    *,
-    has_bias: bool,
-    has_input_scales: bool,
+    parts: Set[Part],
     stacking: Stacking | None = None,
 ) -> ExpertsSpec:
     """The spec of one module; what is on disk wins over a config's general statements.
+
+    Args:
+        parts: of which there are tensors on disk.
 
     Raises:
         ConfigError: the config names this module and gives it another format or group size.
     """
     declared = None if quant is None else quant.declared(module)
     notes = [] if quant is None else _contradictions(dialect, declared, quant, module)
-    scheme = resolve_scheme(dialect, declared, has_input_scales)
+    scheme = resolve_scheme(declared, "input_dec" in parts)
     if declared is not None and declared.activations == "static" and scheme == "w4a16":
         notes.append(f"{declared.by} declares 4-bit activations, no input scale on disk: W4A16")
     if stacking is None and quant is not None and quant.stacking is not None:
@@ -146,7 +147,7 @@ def make_spec(
         intermediate=sizes.intermediate,
         num_experts=sizes.num_experts,
         gated=sizes.gated,
-        has_bias=has_bias,
+        has_bias="bias" in parts,
         scheme=scheme,
         stacking=dialect.stacking or stacking or STACKINGS.get(sizes.model_type),
         notes=tuple(notes),
@@ -175,7 +176,7 @@ def _contradictions(
     return []
 
 
-def resolve_scheme(dialect: Dialect, declared: Declared | None, has_input_scales: bool) -> Scheme:
+def resolve_scheme(declared: Declared | None, has_input_scales: bool) -> Scheme:
     """W4A4 only if the checkpoint says so or carries input scales; see `spec.Scheme`.
 
     Dynamic activations are never inferred from absence: the config must say them.

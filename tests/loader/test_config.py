@@ -5,12 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rubin_moe.errors import ConfigError
-from rubin_moe.loader.compressed_tensors import COMPRESSED_MXFP4
 from rubin_moe.loader.config import QuantConfig, find_config
-from rubin_moe.loader.gpt_oss import GPT_OSS
 from rubin_moe.loader.load import resolve_scheme
 from rubin_moe.loader.model import moe_sizes
-from rubin_moe.loader.modelopt import MODELOPT
 from rubin_moe.loader.patterns import Patterns
 
 from .checkpoints import QUANT_CONFIGS
@@ -203,23 +200,21 @@ def _declared(**quant):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "declared", "present", "scheme"),
+    ("declared", "present", "scheme"),
     [
-        (MODELOPT, _declared(), True, "w4a4"),
-        (MODELOPT, _declared(), False, "w4a16"),
-        (MODELOPT, _declared(quant_algo="W4A16_NVFP4"), True, "w4a16"),
-        (MODELOPT, _declared(activation_scheme="dynamic"), False, "w4a4-dynamic"),
-        (MODELOPT, _declared(activation_scheme="static"), False, "w4a16"),
-        (MODELOPT, _declared(config_groups={"g": {"targets": ["Linear"], "input_activations": None,
+        (_declared(), True, "w4a4"),
+        (_declared(), False, "w4a16"),
+        (_declared(quant_algo="W4A16_NVFP4"), True, "w4a16"),
+        (_declared(activation_scheme="dynamic"), False, "w4a4-dynamic"),
+        (_declared(activation_scheme="static"), False, "w4a16"),
+        (_declared(config_groups={"g": {"targets": ["Linear"], "input_activations": None,
             "weights": {"num_bits": 4, "type": "float", "group_size": 16}}}), False, "w4a16"),
-        (MODELOPT, None, True, "w4a4"),
-        (MODELOPT, None, False, "w4a16"),
-        (GPT_OSS, None, False, "w4a16"),
-        (COMPRESSED_MXFP4, None, False, "w4a16"),
+        (None, True, "w4a4"),
+        (None, False, "w4a16"),
     ],
 )  # fmt: skip
-def test_the_scheme_needs_config_and_presence(dialect, declared, present, scheme):
-    assert resolve_scheme(dialect, declared, present) == scheme
+def test_the_scheme_needs_config_and_presence(declared, present, scheme):
+    assert resolve_scheme(declared, present) == scheme
 
 
 @pytest.mark.parametrize(
