@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rubin_moe.errors import CheckpointError
 from rubin_moe.loader.load import ModelCheckpoint, load_experts
 
 from .checkpoints import W123, Style, assert_same, folder, input_scales, layer
@@ -41,3 +42,27 @@ def test_input_scales_come_as_multipliers(tmp_path, name):
     weights = load_experts(ModelCheckpoint(made.write(tmp_path)), 0)
     np.testing.assert_array_equal(weights.w13.input_dec.numpy(), input_scales(4, 2, 0))
     np.testing.assert_array_equal(weights.w2.input_dec.numpy(), input_scales(4, 1, 1))
+
+
+def test_ue5m3_keeps_a_residual_factor_where_there_is_one(tmp_path):
+    source = layer("nvfp4-ue5m3")
+    source.w13.dec[2, 1] = 1.5
+    made = folder(source, STYLES["rubin ue5m3"])
+    assert sum("weight_scale_2" in name for name in made.tensors) == 1
+    assert_same(load_experts(ModelCheckpoint(made.write(tmp_path)), 0), source)
+
+
+def test_u8_scales_without_the_key_are_refused(tmp_path):
+    made = folder(layer("nvfp4-ue5m3"), STYLES["rubin ue5m3"])
+    del made.config["quantization_config"]["scale_format"]
+    with pytest.raises(CheckpointError, match=r"block scales are U8, .* no scale_format"):
+        load_experts(ModelCheckpoint(made.write(tmp_path)), 0)
+
+
+def test_e4m3_scales_are_never_read_as_ue5m3(tmp_path):
+    """The key says ue5m3, the tensors are F8_E4M3: they are what their dtype says."""
+    source = layer("nvfp4-ue4m3")
+    made = folder(source, Style())
+    made.config["quantization_config"]["scale_format"] = "ue5m3"
+    with ModelCheckpoint(made.write(tmp_path)) as checkpoint:
+        assert_same(load_experts(checkpoint, 0), source)
