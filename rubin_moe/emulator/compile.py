@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rubin_moe.emulator.codegen import KERNEL_SYMBOL, EmitFunction, SymbolPlan, generate
+from rubin_moe.emulator.forms import UnsupportedInstructionError
 from rubin_moe.emulator.isa import (
     barrier,
     control,
@@ -31,6 +32,7 @@ from rubin_moe.emulator.native.compiler import (
 from rubin_moe.emulator.ptx import parse_ptx
 from rubin_moe.emulator.ptx.ast import Entry, Param, PtxModule, Variable
 from rubin_moe.emulator.state.registers import RegisterLayout
+from rubin_moe.emulator.targets import missing_on
 
 #: Shared memory below this offset belongs to the system (sm_90 and later).
 RESERVED_SMEM = 1024
@@ -127,6 +129,10 @@ def _directive(entry: Entry, name: str) -> tuple[int, ...]:
 
 def compile_entry(module: PtxModule, entry: Entry, deferred: bool) -> CompiledEntry:
     """Compile one entry. Raises UnsupportedInstructionError by name and line."""
+    for ins in entry.instructions:
+        reason = missing_on(ins.opcode, module.target)
+        if reason:
+            raise UnsupportedInstructionError(ins.opcode, ins.line, reason)
     lowered = lower(entry, deferred)
     symbols, dynamic, align = _plan_symbols(module, entry)
     emitters = EMITTERS | dict.fromkeys(DEFERRED_FAMILIES if deferred else (), handoff.emit_unit)
