@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rubin_moe.emulator.async_ops import AsyncOperation, Policy
 from rubin_moe.emulator.compile import Kernel
 from rubin_moe.emulator.errors import EmulatorError
+from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.native.blocks import CLUSTER, CLUSTER_BYTES, CTA_BYTES, CTA_LIVE, FAULTS
 from rubin_moe.emulator.native.compiler import Runtime, runtime
 from rubin_moe.emulator.report import Statistics
@@ -94,6 +95,8 @@ class Cta:
     tmem: TensorMemory | None
     local: NDArray[np.uint8]
     warps: list[Warp] = field(default_factory=list)
+    #: operations whose tensor-memory columns lay inside the allocations of now
+    columns_checked: dict[int, object] = field(default_factory=dict)
 
 
 class Cluster:
@@ -232,6 +235,37 @@ class Cluster:
         old = runtime().mbarrier_update(address, count, tx, 0)
         if 0 <= old < 64:
             raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank}: {FAULTS[old]}")
+
+    def store_word(self, address: int, value: int) -> None:
+        """Write a 32-bit word at a shared::cluster address."""
+        rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
+        if rank >= self.size or offset > self.arena.limit - 4 or offset % 4:
+            raise EmulationError("trap", f"shared-memory address {address:#x} is not legal")
+        self.smem(rank)[offset : offset + 4].view(np.uint32)[0] = value
+
+    def require_columns(
+        self, operation: object, cta: Cta, footprints: Callable[[], list[Footprint]]
+    ) -> None:
+        """Trap unless the operation's tensor-memory columns are allocated in their CTAs.
+
+        Operations are decoded once for the same operands, so each is checked once for each state
+        of the allocations.
+        """
+        if id(operation) in cta.columns_checked:
+            return
+        for place in footprints():
+            if place.space != "tmem":
+                continue
+            tmem = self.ctas[place.rank].tmem
+            assert tmem is not None
+            for first, stop in {(int(low), int(high)) for _, _, low, high in place.ranges}:
+                if not tmem.owns(first, stop - first):
+                    raise EmulationError(
+                        "trap",
+                        f"tensor-memory columns {first}..{stop - 1} of CTA {place.rank} are not "
+                        f"allocated (held: {dict(sorted(tmem.allocations.items()))})",
+                    )
+        cta.columns_checked[id(operation)] = operation
 
     def mbarrier_at(self, rank: int, offset: int) -> mbarrier.MbarrierWord | None:
         """The decoded mbarrier, for reports."""

@@ -52,6 +52,11 @@ class Statistics:
         self.tmem_places: set[tuple[int, int, str]] = set()
         self.peak_tmem_columns = 0
 
+    def instructions(self, contents: tuple[tuple[tuple[str, int], ...], ...]) -> int:
+        """Warp instructions issued so far."""
+        lengths = np.array([sum(n for _, n in opcodes) for opcodes in contents], np.int64)
+        return int(self.segments.sum(0)[: len(lengths)] @ lengths)
+
     def counter_address(self, warp: int) -> int:
         """Host address of a warp's segment counters."""
         return int(self.segments[warp].ctypes.data)

@@ -9,7 +9,7 @@ wait for each other through global memory make progress, up to the residency a G
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +26,18 @@ from rubin_moe.emulator.units import bind
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``slice``: backward branches a warp may take before it gives way; ``rounds``: used-up slices
-    in a row before the next cluster's turn; ``spins``: turns of the whole launch without any event
-    before spinning counts as deadlock; ``instructions``: budget of warp instructions, or None."""
+    (and two a warp) before the next cluster's turn; ``spins``: turns of the whole launch without
+    any event before spinning counts as deadlock; ``instructions``: budget of warp instructions, or
+    None."""
 
     slice: int = 256
-    rounds: int = 256
+    rounds: int = 16
     spins: int = 2000
     instructions: int | None = None
+
+
+#: Instructions that Python performs between two looks at the budget.
+_BUDGET_CHECK = 4096
 
 
 class _Turn:
@@ -45,7 +50,7 @@ class _Turn:
         u32 = self.queue.view(np.uint32)
         u32[QUEUE["count"] // 4] = count
         u32[QUEUE["budget"] // 4] = limits.slice
-        u32[QUEUE["rounds"] // 4] = limits.rounds
+        u32[QUEUE["rounds"] // 4] = limits.rounds + 2 * count
         self.queue[QUEUE["run"] // 8] = kernel.address
         self.queue[QUEUE["cluster"] // 8] = cluster.block.ctypes.data
         first = QUEUE["warps"] // 8
@@ -68,6 +73,7 @@ class Scheduler:
             index: bind(site, context) for index, site in kernel.compiled.sites.items()
         }
         self._schedule = context.runtime.schedule
+        self._performed = 0
 
     def run(self) -> None:
         """Run to the end. Raises EmulationError: trap, deadlock or budget."""
@@ -85,7 +91,7 @@ class Scheduler:
                     self._admit(turns, waiting)
                 quiet = 0
                 continue
-            self._check_budget(turns)
+            self._check_budget(*turns)
             turns.rotate(-1)
             quiet = 0 if self.context.runtime.effects != before else quiet + 1
             if quiet < len(turns):
@@ -139,6 +145,9 @@ class Scheduler:
             outcome, index = result >> 32, result & 0xFFFFFFFF
             if outcome == Outcome.UNIT:
                 self._perform(turn, turn.cluster.warps[index])
+                self._performed += 1
+                if self._performed % _BUDGET_CHECK == 0:
+                    self._check_budget(turn)
             elif outcome == DONE:
                 self._finish(turn.cluster)
                 return True
@@ -215,16 +224,16 @@ class Scheduler:
                     f"memory {held} (first column: columns)",
                 )
 
-    def _check_budget(self, turns: deque[_Turn]) -> None:
+    def _check_budget(self, *turns: _Turn) -> None:
         limit = self.limits.instructions
         if limit is None:
             return
-        done = int(self.context.statistics.segments.sum())
+        done = self.context.statistics.instructions(self.kernel.compiled.segments)
         if done > limit:
             raise EmulationError(
                 "budget",
-                f"kernel {self.kernel.name}: more than {limit} segments executed; "
-                + self._waiters(turns),
+                f"kernel {self.kernel.name}: {done} warp instructions issued, "
+                f"the budget is {limit}; " + self._waiters(turns),
             )
 
     # -- reports of failure
@@ -249,7 +258,7 @@ class Scheduler:
             "deadlock", f"kernel {self.kernel.name}: nothing can move. {self._waiters(turns)}"
         )
 
-    def _waiters(self, turns: deque[_Turn]) -> str:
+    def _waiters(self, turns: Iterable[_Turn]) -> str:
         lines = []
         for turn in turns:
             for warp in turn.cluster.warps:

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from rubin_moe.emulator.isa import mma_sync, tcgen05_data, tcgen05_mma, wgmma
+from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.isa.handoff import Rows, Slots, UnitSite
 from rubin_moe.emulator.issue import (
     OFFSET,
@@ -21,7 +22,7 @@ from rubin_moe.emulator.issue import (
     vector,
     write_vector,
 )
-from rubin_moe.emulator.machine import Cluster, Cta, EmulationError, LaunchContext, Warp
+from rubin_moe.emulator.machine import Cluster, EmulationError, LaunchContext, Warp
 from rubin_moe.emulator.state.registers import FULL_MASK, Status
 
 _SF_VECTOR = {"block16": 16, "block32": 32, "scale_vec::1X": 32, "scale_vec::2X": 32,
@@ -40,11 +41,13 @@ def bind_tmem_alloc(site: UnitSite, context: LaunchContext) -> Handler:
         if tmem is None:
             raise EmulationError("trap", f"line {site.line}: {context.arch} has no tensor memory")
         v = values(site, warp, lanes(mask)[0])
+        for member in cta.cluster.ctas:
+            member.columns_checked.clear()
         if what == "alloc":
             address = tmem.allocate(v[1], "exclusive" in site.parts)
             if address is None:
                 return False
-            _store_word(cta, v[0], address)
+            cta.cluster.store_word(v[0], address)
             statistics = context.statistics
             statistics.peak_tmem_columns = max(statistics.peak_tmem_columns, tmem.peak)
         elif what == "dealloc":
@@ -54,11 +57,6 @@ def bind_tmem_alloc(site: UnitSite, context: LaunchContext) -> Handler:
         return True
 
     return handler
-
-
-def _store_word(cta: Cta, address: int, value: int) -> None:
-    offset = address & OFFSET
-    cta.cluster.smem(address >> 24)[offset : offset + 4].view(np.uint32)[0] = value
 
 
 def bind_tmem_load(site: UnitSite, context: LaunchContext) -> Handler:
@@ -71,7 +69,9 @@ def bind_tmem_load(site: UnitSite, context: LaunchContext) -> Handler:
         half = v[split] if split is not None else 0
         address = v[first_slot(site, 1)] & FULL_MASK
         op = tcgen05_data.decode_access(context.arch, shape, num, address, warp.index, packed, half)
-        write_vector(site, warp, 0, op.load(warp.cta.cluster.tmem(warp.rank)))
+        cluster = warp.cta.cluster
+        cluster.require_columns(op, warp.cta, lambda: [op.footprint(warp.rank)])
+        write_vector(site, warp, 0, op.load(cluster.tmem(warp.rank)))
         return True
 
     return handler
@@ -94,7 +94,9 @@ def bind_tmem_store(site: UnitSite, context: LaunchContext) -> Handler:
         op = tcgen05_data.decode_access(
             context.arch, shape, num, v[0] & FULL_MASK, warp.index, packed, half
         )
-        op.store(warp.cta.cluster.tmem(warp.rank), vector(site, warp, data))
+        cluster = warp.cta.cluster
+        cluster.require_columns(op, warp.cta, lambda: [op.footprint(warp.rank)])
+        op.store(cluster.tmem(warp.rank), vector(site, warp, data))
         return True
 
     return handler
@@ -126,6 +128,7 @@ def bind_tmem_copy(site: UnitSite, context: LaunchContext) -> Handler:
             op = tcgen05_data.decode_copy(
                 context.arch, shape, multicast, group, warp.rank, v[0] & FULL_MASK, v[1], expansion
             )
+            cluster.require_columns(op, warp.cta, op.writes)
             context.statistics.bytes["UTCCP"] += op.nbytes * len(op.ranks)
             perform = partial(tcgen05_data.perform, op, cluster)
             submit(warp, site, _tcgen05_pipe(warp, group), perform, nothing)
@@ -155,6 +158,10 @@ def bind_tmem_commit(site: UnitSite, context: LaunchContext) -> Handler:
         return True
 
     return handler
+
+
+def _touched(op: tcgen05_mma.Tcgen05Mma) -> list[Footprint]:
+    return [*op.reads(), *op.writes()]
 
 
 def bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
@@ -190,6 +197,7 @@ def bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
                 collector_a=usage.get("a", "discard"), collector_b=usage.get("b", "discard"),
                 disable_output_lane=off, scale_input_d=v[extra] if extra is not None else 0,
             )  # fmt: skip
+            cluster.require_columns(op, warp.cta, partial(_touched, op))
             statistics.mma_count += 1
             statistics.mma_macs += op.macs
             statistics.tmem_places.add((op.d & 0xFFFF, op.idesc.n, "accumulator"))

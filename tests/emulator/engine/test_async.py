@@ -129,3 +129,52 @@ def test_delays_need_code_that_waits() -> None:
     loaded = load_ptx(module(""))
     with pytest.raises(LaunchError, match="deferred=True"):
         Device("sm_107a").launch(loaded, 1, 32, [], seed=1)
+
+
+TMEM = """
+ .shared .align 8 .b8 s[16]; mov.u32 %i0, %tid.x; mov.u32 %r1, s;
+ tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64;
+ ld.shared.b32 %r2, [%r1]; mul.lo.u32 %r3, %i0, 3;
+ tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2+{store}], {{%r3}}; tcgen05.wait::st.sync.aligned;
+ tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r4}}, [%r2+{store}]; tcgen05.wait::ld.sync.aligned;
+ ld.param.u64 %addr1, [a]; mul.wide.u32 %addr2, %i0, 4; add.s64 %addr1, %addr1, %addr2;
+ st.global.b32 [%addr1], %r4;
+ {free}"""
+FREE = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;"
+
+
+def test_tensor_memory_keeps_what_a_warp_stored() -> None:
+    a = np.zeros(32, np.uint32)
+    report = run(module(TMEM.format(store=63, free=FREE), ".param .u64 a"), [a])
+    np.testing.assert_array_equal(a, 3 * np.arange(32))
+    assert report.peak_tmem_columns == 64
+
+
+@pytest.mark.parametrize(
+    ("store", "free", "fault"),
+    [
+        (64, FREE, "columns 64..64 of CTA 0 are not allocated"),
+        (32 << 16, FREE, "lane quarter"),
+        (0, "", "exits holding tensor memory"),
+        (0, FREE + FREE, "not an allocation"),
+    ],
+)
+def test_tensor_memory_rules(store: int, free: str, fault: str) -> None:
+    a = np.zeros(32, np.uint32)
+    with pytest.raises(EmulationError, match=fault) as error:
+        run(module(TMEM.format(store=store, free=free), ".param .u64 a"), [a])
+    assert error.value.outcome == "trap"
+
+
+def test_columns_are_waited_for_and_never_granted_is_a_deadlock() -> None:
+    """Two warps want 512 columns each: the second gets them when the first frees them."""
+    body = """
+     .shared .align 8 .b8 s[16]; mov.u32 %i0, %tid.x; shr.u32 %i1, %i0, 5; mov.u32 %r1, s;
+     mad.lo.u32 %r1, %i1, 4, %r1;
+     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 512;
+     ld.shared.b32 %r2, [%r1]; {free}"""
+    free = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 512;"
+    run(module(body.format(free=free)), [], 1, 64)
+    with pytest.raises(EmulationError, match="tensor-memory columns") as error:
+        run(module(body.format(free="")), [], 1, 64)
+    assert error.value.outcome == "deadlock"

@@ -216,7 +216,7 @@ def test_a_gpu_with_too_few_sms_deadlocks_on_the_same_kernel() -> None:
 def test_endless_work_ends_at_its_budget() -> None:
     body = "ld.param.u64 %addr1, [a]; AGAIN: red.global.add.u32 [%addr1], 1; bra AGAIN;"
     a = np.zeros(1, np.uint32)
-    with pytest.raises(EmulationError, match="executed") as error:
+    with pytest.raises(EmulationError, match="the budget is 10000") as error:
         run(module(body, ".param .u64 a"), [a], limits=Limits(instructions=10_000))
     assert error.value.outcome == "budget"
 
