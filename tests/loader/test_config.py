@@ -257,7 +257,7 @@ json_values = st.recursive(
 configs = st.dictionaries(KEYS, json_values, max_size=5)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(config=configs, hf_quant=st.none() | configs)
 def test_any_config_is_read_or_refused_by_name(config, hf_quant):
     try:
