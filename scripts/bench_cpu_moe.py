@@ -173,6 +173,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="where the JSON goes")] = None,
 ) -> None:
     """Measures every row and writes the JSON."""
+    head = provenance(instruction_set, rounds)
     import_vllm_kernels(instruction_set)
     rows = []
     with torch.inference_mode():
@@ -185,9 +186,7 @@ def main(
     native = instruction_set == isa.available()[0]
     path = out or RESULTS / f"cpu_moe{'' if native else '_' + instruction_set}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(provenance(instruction_set, rounds) | {"rows": rows}, indent=1) + "\n"
-    )
+    path.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 
 def provenance(instruction_set: str, rounds: int) -> Row:
@@ -200,6 +199,7 @@ def provenance(instruction_set: str, rounds: int) -> Row:
         "peer": "vLLM's CPU fused experts on bf16 weights, the same layer and routings",
         "ratio": "peer's time / ours, median of interleaved rounds",
         "rounds": rounds,
+        "load_average": os.getloadavg()[0],
     }
 
 
