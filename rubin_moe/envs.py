@@ -9,7 +9,8 @@ VARIABLES = {
     "RUBIN_MOE_BACKEND": "name of the one backend to use; refuses to serve if it cannot",
     "RUBIN_MOE_FORBID": "comma-separated backends never to use",
     "RUBIN_MOE_ACTIVATION_FORMAT": "16bit | nvfp4-ue4m3 | nvfp4-ue5m3 | mxfp8 | int8",
-    "RUBIN_MOE_FOLD": "none | exact | full: how the global scale is folded (default exact)",
+    "RUBIN_MOE_FOLD": "none | exact | full: fold of global scales at load (default: only where "
+    "block scales are recoded, exact)",
     "RUBIN_MOE_DETERMINISTIC": "1: bit-equal runs and batch invariance (default 1)",
     "RUBIN_MOE_CACHE_DIR": "compiled kernels and derived files (default: the user cache folder)",
     "RUBIN_MOE_NUM_THREADS": "threads of the CPU backend (default: torch's own setting)",

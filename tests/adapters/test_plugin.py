@@ -113,6 +113,15 @@ def test_a_backend_that_cannot_is_refused_with_every_reason(
     assert "cpu-tcgen05: " in str(error.value)
 
 
+def test_an_exact_fold_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, fmt, write, raw = CASES["qwen3-nvfp4-modelopt"]
+    model = tiny_models.build(tmp_path, arch, fmt, write, raw, 3)
+    monkeypatch.setenv("RUBIN_MOE_FOLD", "exact")
+    with serving.engine(model.path) as llm:
+        tokens = serving.greedy(llm, tiny_models.PROMPTS, 24)
+    assert tokens == [model.greedy(p, 24) for p in tiny_models.PROMPTS]
+
+
 def test_the_activation_format_picks_the_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,10 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._problem = self._describe(layer, shard, hidden_size)
         self._target = compat.target()
         self._selection = registry.select(self._problem, self._target)
+        if self._selection.backend.endswith("-emulated"):
+            from rubin_moe import emulation
+
+            emulation.install()
         reads_input_scales = self._problem.activation_format == "nvfp4-ue4m3"
         self._loading = LayerLoading(
             self._spec,
@@ -153,8 +157,10 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def _install(self, weights: ExpertWeights) -> None:
         """Prepare ``weights``; into the storage that is there already, after the first time."""
-        mode = envs.text("RUBIN_MOE_FOLD") or "exact"
-        weights, _ = fit(weights, self._problem.activation_format, mode)  # type: ignore[arg-type]
+        mode = envs.text("RUBIN_MOE_FOLD")
+        p = self._problem
+        if mode or weights.fmt != p.weight_format:
+            weights, _ = fit(weights, p.activation_format, mode or "exact")  # type: ignore[arg-type]
         if self._experts is None:
             self._experts = MoEExperts(weights, self._problem, self._target)
             compat.shield_llvmlite()  # a backend may have imported it

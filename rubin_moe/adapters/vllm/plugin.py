@@ -2,8 +2,6 @@
 
 import logging
 
-from rubin_moe import envs
-
 NAME = "rubin_moe"
 
 _logger = logging.getLogger("vllm.rubin_moe")
@@ -28,11 +26,6 @@ def register() -> None:
             reason = f"rubin_moe cannot be imported beside this vLLM: {error!r}"
         else:
             register_quantization_config(NAME)(RubinMoeConfig)
-            if envs.text("RUBIN_MOE_BACKEND").endswith("-emulated"):
-                from rubin_moe import emulation
-
-                emulation.install()
-                compat.shield_llvmlite()
             return
     _logger.error("%s", reason)
     register_quantization_config(NAME)(_refusing(reason))
