@@ -231,6 +231,7 @@ class Cluster:
         """
         if not (0 <= rank < self.size and 0 <= offset <= self.arena.limit - 8):
             raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank} does not exist")
+        self.context.statistics.smem_places.add((offset, 8, "mbarrier"))
         address = self.arena.address + (rank << RANK_SHIFT) + offset
         old = runtime().mbarrier_update(address, count, tx, 0)
         if 0 <= old < 64:

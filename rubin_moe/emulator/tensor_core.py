@@ -96,6 +96,7 @@ def bind_tmem_store(site: UnitSite, context: LaunchContext) -> Handler:
         )
         cluster = warp.cta.cluster
         cluster.require_columns(op, warp.cta, lambda: [op.footprint(warp.rank)])
+        context.statistics.tmem_places.add((*op.box[2:], "tcgen05.st"))
         op.store(cluster.tmem(warp.rank), vector(site, warp, data))
         return True
 
@@ -129,6 +130,8 @@ def bind_tmem_copy(site: UnitSite, context: LaunchContext) -> Handler:
                 context.arch, shape, multicast, group, warp.rank, v[0] & FULL_MASK, v[1], expansion
             )
             cluster.require_columns(op, warp.cta, op.writes)
+            columns = 4 * op.table.offsets.shape[1]
+            context.statistics.tmem_places.add((op.column, columns, "tcgen05.cp"))
             context.statistics.bytes["UTCCP"] += op.nbytes * len(op.ranks)
             perform = partial(tcgen05_data.perform, op, cluster)
             submit(warp, site, _tcgen05_pipe(warp, group), perform, nothing)
