@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,24 @@ class Geometry:
         """CTAs of a cluster."""
         return self.cluster[0] * self.cluster[1] * self.cluster[2]
 
+    def threads_of(self, warp: int) -> tuple[int, NDArray[np.uint32]]:
+        """Lanes of a warp that are threads, and their tid.x, tid.y, tid.z (32 each, in a row)."""
+        return _threads_of(self.block, warp)
+
     def cluster_origins(self) -> Iterator[tuple[int, int, int]]:
         """First CTA of every cluster, x fastest."""
         for z in range(0, self.grid[2], self.cluster[2]):
             for y in range(0, self.grid[1], self.cluster[1]):
                 for x in range(0, self.grid[0], self.cluster[0]):
                     yield x, y, z
+
+
+@lru_cache(maxsize=1024)
+def _threads_of(block: tuple[int, int, int], warp: int) -> tuple[int, NDArray[np.uint32]]:
+    thread = np.arange(warp * LANES, (warp + 1) * LANES)
+    bx, by, bz = block
+    live = sum(1 << lane for lane in range(LANES) if thread[lane] < bx * by * bz)
+    return live, np.concatenate([thread % bx, thread // bx % by, thread // (bx * by)])
 
 
 @dataclass(slots=True, eq=False)
@@ -150,11 +163,12 @@ class Cluster:
         lane_bytes = self.kernel.compiled.local_bytes
         local = np.zeros(max(lane_bytes * LANES * self.geometry.warps, 16) + 64, np.uint8)
         cta = Cta(rank, coordinates, self, block, tmem, local)  # type: ignore[arg-type]
-        cta.warps = [self._warp(cta, index, inside) for index in range(self.geometry.warps)]
+        specials = self._specials(cta, inside)
+        cta.warps = [self._warp(cta, index, specials) for index in range(self.geometry.warps)]
         return cta
 
-    def _warp(self, cta: Cta, index: int, inside: tuple[int, int, int]) -> Warp:
-        geometry, compiled = self.geometry, self.kernel.compiled
+    def _warp(self, cta: Cta, index: int, specials: NDArray[np.uint32]) -> Warp:
+        compiled = self.kernel.compiled
         state = WarpState(compiled.layout, index)
         state.set_wide("smem", self.arena.address)
         state.set_wide("params", self.context.params.ctypes.data)
@@ -166,24 +180,18 @@ class Cluster:
         state.set_wide("local", local)
         if cta.tmem is not None:
             state.set_wide("tmem", cta.tmem.cells.ctypes.data)
-        thread = np.arange(index * LANES, (index + 1) * LANES)
-        live = int(sum(1 << i for i in range(LANES) if thread[i] < geometry.threads))
+        live, threads = self.geometry.threads_of(index)
         state.set("mask", live)
         state.set("live", live)
-        bx, by, _ = geometry.block
-        for name, values in (
-            ("tid_x", thread % bx),
-            ("tid_y", thread // bx % by),
-            ("tid_z", thread // (bx * by)),
-        ):
-            first = FIELDS[name] // 4
-            state.u32[first : first + LANES] = values
-        self._specials(state, cta, index, inside)
+        first = FIELDS["tid_x"] // 4
+        state.u32[first : first + threads.size] = threads
+        first = FIELDS["specials"] // 4
+        state.u32[first : first + specials.size] = specials
+        state.set_special("%warpid", index)
         return Warp(state, cta, index)
 
-    def _specials(
-        self, state: WarpState, cta: Cta, index: int, inside: tuple[int, int, int]
-    ) -> None:
+    def _specials(self, cta: Cta, inside: tuple[int, int, int]) -> NDArray[np.uint32]:
+        """Special registers of a CTA, in the order of SPECIALS."""
         g = self.geometry
         cluster_id = [c // s for c, s in zip(cta.coordinates, g.cluster, strict=True)]
         clusters = [-(-n // s) for n, s in zip(g.grid, g.cluster, strict=True)]
@@ -201,7 +209,6 @@ class Cluster:
         values |= {
             "%cluster_ctarank": cta.rank,
             "%cluster_nctarank": self.size,
-            "%warpid": index,
             "%nwarpid": g.warps,
             "%smid": (linear + cta.coordinates[0]) % self.context.num_sms,
             "%nsmid": self.context.num_sms,
@@ -210,8 +217,7 @@ class Cluster:
             "%is_explicit_cluster": int(self.size > 1),
         }
         assert values.keys() <= set(SPECIALS)
-        for name, value in values.items():
-            state.set_special(name, int(value))
+        return np.array([values.get(name, 0) for name in SPECIALS], np.uint32)
 
     # -- what units use
     def smem(self, rank: int) -> NDArray[np.uint8]:

@@ -10,6 +10,7 @@ no special case.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from typing import Any
 
 import numpy as np
@@ -109,13 +110,13 @@ def address_range(buffer: Any) -> tuple[int, int]:
 
 
 class SharedArena:
-    """Shared memory of the CTAs of one cluster; untouched pages cost nothing."""
+    """Shared memory of the CTAs of one cluster, zero at first; untouched pages cost nothing."""
 
     def __init__(self, ctas: int, limit: int) -> None:
         self.limit = limit
-        self._raw = np.zeros((ctas << RANK_SHIFT) + 4096, np.uint8)
-        start = -int(self._raw.ctypes.data) % 4096
-        self.bytes: NDArray[np.uint8] = self._raw[start : start + (ctas << RANK_SHIFT)]
+        # a mapping of its own: an allocator would clear the gaps between the CTAs
+        pages = mmap.mmap(-1, ((ctas - 1) << RANK_SHIFT) + limit)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
         self.address = int(self.bytes.ctypes.data)
         self._parts = [
             self.bytes[rank << RANK_SHIFT : (rank << RANK_SHIFT) + limit] for rank in range(ctas)
