@@ -19,7 +19,7 @@ _NUMBERS = (
     *("codes2", "scales2", "dec2", "bias2", "bias2_stride"),
     # sizes
     *("num_tokens", "top_k", "hidden", "intermediate", "num_experts", "num_global", "block"),
-    *("ids_wide", "weight_on_input", "tiles_per_item", "gemm"),
+    *("ids_wide", "weight_on_input", "tiles_per_item13", "tiles_per_item2", "gemm"),
     # results
     *("num_active", "num_groups", "bad_id", "bad_count"),
 )

@@ -128,7 +128,6 @@ class CpuKernel:
             num_global=p.global_num_experts,
             block=p.weight_format.sf_vec_size,
             weight_on_input=p.router_weight_on_input,
-            tiles_per_item=rules.TILES_PER_ITEM,
             gemm=self._code.gemm_table.ctypes.data,
             zeros=self._zeros.data_ptr(),
             limit=float("inf") if act.limit is None else act.limit,
@@ -258,7 +257,9 @@ class CpuKernel:
                 f"topk_ids: {block.bad_count} ids are no expert, such as {block.bad_id}; ids are "
                 f"-1 or below {p.global_num_experts}, and this rank has {p.num_experts} experts"
             )
-        m = block.num_tokens
+        m, active = block.num_tokens, block.num_active
+        block.tiles_per_item13 = rules.tiles_per_item(p.intermediate, active, count)
+        block.tiles_per_item2 = rules.tiles_per_item(p.hidden, active, count)
         serial = {"pack": m == 1, "reduce": m * p.hidden < SERIAL_REDUCE}
         for stage in COUNTERS:
             if count == 1 or serial.get(stage, False):

@@ -10,8 +10,8 @@ WORKSPACE_BYTES = 256 << 20
 TILE_ROWS = 16
 """Weight rows that are computed together."""
 
-TILES_PER_ITEM = 4
-"""Tiles that a thread takes at a time."""
+ITEMS_PER_THREAD = 12
+"""Work is cut this fine: what a thread prefetches beyond its item is fetched twice."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -30,20 +30,19 @@ def why_not(problem: MoEProblem, target: Target) -> str | None:
 
 
 def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
-    """Chunks of tokens, workspace and work items for ``num_tokens``."""
+    """Chunks of tokens, workspace and tiles for ``num_tokens``."""
     for name, size in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
         if size % TILE_ROWS:
             raise PlanError(f"{name} = {size} is no multiple of {TILE_ROWS} rows")
     chunk = min(num_tokens, chunk_tokens(problem))
-    rows = TILE_ROWS * TILES_PER_ITEM
     return KernelPlan(
         "cpu",
         {
             "tokens": num_tokens,
             "chunk_tokens": chunk,
             "workspace_bytes": chunk * token_bytes(problem),
-            "fc1_items_per_expert": -(-problem.intermediate // rows),
-            "fc2_items_per_expert": -(-problem.hidden // rows),
+            "fc1_tiles_per_expert": problem.intermediate // TILE_ROWS,
+            "fc2_tiles_per_expert": problem.hidden // TILE_ROWS,
         },
     )
 
@@ -56,3 +55,8 @@ def token_bytes(problem: MoEProblem) -> int:
 def chunk_tokens(problem: MoEProblem) -> int:
     """Tokens that one pass over the experts takes."""
     return max(1, WORKSPACE_BYTES // token_bytes(problem))
+
+
+def tiles_per_item(rows: int, active_experts: int, threads: int) -> int:
+    """Tiles of an expert with ``rows`` rows that a thread takes at a time."""
+    return max(1, rows // TILE_ROWS * active_experts // (threads * ITEMS_PER_THREAD))

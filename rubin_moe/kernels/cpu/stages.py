@@ -171,17 +171,15 @@ class _Projection:
         return f.fma(acc, f.splat(dec, LANES), bias)
 
 
-def _tiles(f: Function, a: Slots, item: Value, tiles: Value) -> tuple[Value, Value, Value]:
+def _tiles(f: Function, item: Value, tiles: Value, step: Value) -> tuple[Value, Value, Value]:
     """Index among the active experts, first tile and end of an item."""
-    step = a.number("tiles_per_item")
     items = (tiles + step - 1) // step
     first = item % items * step
     end = first + step
     return item // items, first, f.select(end < tiles, end, tiles)
 
 
-def _items(a: Slots, tiles: Value) -> Value:
-    step = a.number("tiles_per_item")
+def _items(a: Slots, tiles: Value, step: Value) -> Value:
     return a.number("num_active") * ((tiles + step - 1) // step)
 
 
@@ -190,9 +188,9 @@ def _fc1(module: ir.Module, v: Variant) -> None:
     a = Slots(f)
     w13 = _Projection("13", 2 if v.kind in GATED else 1)
     hidden, inter = a.number("hidden"), a.number("intermediate")
-    tiles = inter // LANES
-    with f.work(a.block, offset("fc1"), _items(a, tiles)) as item:
-        index, first, end = _tiles(f, a, item, tiles)
+    tiles, step = inter // LANES, a.number("tiles_per_item13")
+    with f.work(a.block, offset("fc1"), _items(a, tiles, step)) as item:
+        index, first, end = _tiles(f, item, tiles, step)
         e = f.load(a.pointer("active"), I64, index * 8)
         groups = [f.load(a.pointer("first_group"), I64, (index + i) * 8) for i in (0, 1)]
         with f.loop(end, first) as tile, f.loop(groups[1], groups[0]) as group:
@@ -228,9 +226,9 @@ def _fc2(module: ir.Module, v: Variant) -> None:
     a = Slots(f)
     w2 = _Projection("2", 1)
     hidden, inter = a.number("hidden"), a.number("intermediate")
-    tiles = hidden // LANES
-    with f.work(a.block, offset("fc2"), _items(a, tiles)) as item:
-        index, first, end = _tiles(f, a, item, tiles)
+    tiles, step = hidden // LANES, a.number("tiles_per_item2")
+    with f.work(a.block, offset("fc2"), _items(a, tiles, step)) as item:
+        index, first, end = _tiles(f, item, tiles, step)
         e = f.load(a.pointer("active"), I64, index * 8)
         groups = [f.load(a.pointer("first_group"), I64, (index + i) * 8) for i in (0, 1)]
         with f.loop(end, first) as tile, f.loop(groups[1], groups[0]) as group:

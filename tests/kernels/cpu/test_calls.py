@@ -200,3 +200,9 @@ def test_the_plan_states_the_workspace():
     assert rules.plan(p, 3).fields["chunk_tokens"] == 3
     with pytest.raises(PlanError, match="intermediate = 40"):
         rules.plan(dataclasses.replace(p, intermediate=40), 1)
+
+
+def test_work_is_cut_into_a_few_items_a_thread():
+    assert rules.tiles_per_item(2048, active_experts=8, threads=2) == 42
+    assert rules.tiles_per_item(2048, active_experts=8, threads=64) == 1
+    assert rules.tiles_per_item(16, active_experts=0, threads=1) == 1
