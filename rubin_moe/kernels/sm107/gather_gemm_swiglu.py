@@ -20,6 +20,7 @@ from rubin_moe.kernels.sm107.mainloop import WORK_BYTES, Mainloop
 from rubin_moe.kernels.sm107.plan import GemmPlan
 
 SUBTILE = 32
+FIRST_GATHER_THREAD = 32 * plans.FIRST_GATHER_WARP
 FEATURES = 16  # of a warp
 FEATURE = (0, 2, 8, 10, 4, 6, 12, 14, 1, 3, 9, 11, 5, 7, 13, 15)
 """Feature that register r holds after the transpose."""
@@ -34,19 +35,15 @@ def token_of(lane):
 
 
 class GatherGemmSwiglu:
-    """One FC1 kernel: its plan, and sizes that are compile-time constants.
+    """One FC1 kernel, for layers of any size.
 
     Args:
         plan: tile, scale format.
-        hidden: K of the GEMM; intermediate: features after the activation.
     """
 
-    def __init__(self, plan: GemmPlan, hidden: int, intermediate: int):
+    def __init__(self, plan: GemmPlan):
         self.plan = plan
-        self.k_tiles = -(-hidden // plans.TILE_K)
-        self.row_tiles = -(-intermediate // 64)
-        self.out_k = -(-intermediate // plans.TILE_K) * plans.TILE_K
-        self.loop = Mainloop(plan, self.k_tiles, self.row_tiles)
+        self.loop = Mainloop(plan)
 
     @cute.jit
     def __call__(
@@ -61,21 +58,25 @@ class GatherGemmSwiglu:
         out_codes: Int64,
         out_scales: Int64,
         norm: Int64,
+        k_tiles: Int32,
+        row_tiles: Int32,
+        out_tiles: Int32,
         ctas: Int32,
         stream,
     ):
         """Launch. Addresses of: int32 work ``[items, 4]``, int32 their number, int32 token of each
         sorted row, uint8 token codes and scales, weight tiles, float32 alpha ``[E, 2]`` (gate, up),
-        uint8 output codes ``[rows, out_k / 2]`` and scales ``[rows, out_k / 16]``, float32 global
-        scale of the output ``[E]``."""
+        uint8 output codes ``[rows, 128 out_tiles]`` and scales ``[rows, 16 out_tiles]``, float32
+        global scale of the output ``[E]``. K tiles and row tiles of the weights, K tiles of FC2."""
         self.kernel(
-            work, num_work, row_index, codes, scales, weights, alpha, out_codes, out_scales, norm
+            work, num_work, row_index, codes, scales, weights, alpha, out_codes, out_scales, norm,
+            k_tiles, row_tiles, out_tiles,
         ).launch(
             grid=(ctas, 1, 1),
             block=(plans.THREADS, 1, 1),
             smem=self.plan.smem_bytes,
             stream=stream,
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -90,6 +91,9 @@ class GatherGemmSwiglu:
         out_codes: Int64,
         out_scales: Int64,
         norm: Int64,
+        k_tiles: Int32,
+        row_tiles: Int32,
+        out_tiles: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -98,22 +102,18 @@ class GatherGemmSwiglu:
         tmem = self.loop.setup(smem, warp, lane)
         if warp >= plans.FIRST_GATHER_WARP:
             self.loop.gather(
-                smem,
-                thread - 32 * plans.FIRST_GATHER_WARP,
-                work,
-                num_work,
-                row_index,
-                codes,
-                scales,
-            )
+                smem, thread - FIRST_GATHER_THREAD, work, num_work, row_index, codes, scales,
+                k_tiles, row_tiles,
+            )  # fmt: skip
         elif warp == plans.WEIGHT_WARP:
-            self.loop.load_weights(smem, lane, work, num_work, weights)
+            self.loop.load_weights(smem, lane, work, num_work, weights, k_tiles, row_tiles)
         elif warp == plans.MMA_WARP:
-            self.loop.mma(smem, lane, tmem, work, num_work)
+            self.loop.mma(smem, lane, tmem, work, num_work, k_tiles, row_tiles)
         else:
             self.epilogue(
-                smem, warp, lane, tmem, work, num_work, alpha, out_codes, out_scales, norm
-            )
+                smem, warp, lane, tmem, work, num_work, alpha, out_codes, out_scales, norm,
+                row_tiles, out_tiles,
+            )  # fmt: skip
         cute.arch.sync_warp()  # roles of one thread leave the rest of their warp here
         ptx.tcgen05_fence_before()
         cute.arch.sync_threads()
@@ -122,22 +122,25 @@ class GatherGemmSwiglu:
             ptx.tmem_dealloc(tmem, self.plan.tmem.allocated)
 
     @cute.jit
-    def epilogue(self, smem, warp, lane, tmem, work, num_work, alpha, out_codes, out_scales, norm):
+    def epilogue(
+        self, smem, warp, lane, tmem, work, num_work, alpha, out_codes, out_scales, norm,
+        row_tiles, out_tiles,
+    ):  # fmt: skip
         plan = self.plan
         bars = self.loop.barriers(smem)
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        total = ptx.load_s32(num_work) * self.row_tiles
+        total = ptx.load_s32(num_work) * row_tiles
         acc = Int32(0)
         acc_parity = Int32(0)
         tile = Int32(bid)
         while tile < total:
-            item = tile // self.row_tiles
+            item = tile // row_tiles
             base = work + Int64(item) * WORK_BYTES
             expert = ptx.load_s32(base)
             first = ptx.load_s32(base + 4)
             count = ptx.load_s32(base + 8)
-            feature = (tile - item * self.row_tiles) * 64 + warp * FEATURES
+            feature = (tile - item * row_tiles) * 64 + warp * FEATURES
             alpha_gate = ptx.load_f32(alpha + Int64(expert) * 8)
             alpha_up = ptx.load_f32(alpha + Int64(expert) * 8 + 4)
             dec = ptx.load_f32(norm + Int64(expert) * 4)
@@ -151,11 +154,13 @@ class GatherGemmSwiglu:
                 token = column + token_of(lane)
                 low, high, scale = self.quantize(values, dec)
                 if token < count:
-                    row = Int64(first + token)
+                    row = Int64(first + token) * Int64(out_tiles)
                     ptx.store_v2_b32(
-                        out_codes + row * (self.out_k // 2) + Int64(feature >> 1), low, high
+                        out_codes + row * (plans.TILE_K // 2) + Int64(feature >> 1), low, high
                     )
-                    ptx.store_b8(out_scales + row * (self.out_k // 16) + Int64(feature >> 4), scale)
+                    ptx.store_b8(
+                        out_scales + row * (plans.TILE_K // 16) + Int64(feature >> 4), scale
+                    )
                 column += SUBTILE
             ptx.tcgen05_fence_before()
             cute.arch.sync_warp()

@@ -15,24 +15,21 @@ from rubin_moe.kernels.sm107.mainloop import WORK_BYTES, Mainloop
 from rubin_moe.kernels.sm107.plan import GemmPlan
 
 SUBTILE = 32
+FIRST_GATHER_THREAD = 32 * plans.FIRST_GATHER_WARP
 
 
 class GemmFinalize:
-    """One FC2 kernel.
+    """One FC2 kernel, for layers of any size.
 
     Args:
         plan: tile, scale format.
-        intermediate: K of the GEMM; hidden: features of the output row.
         atomic: add to the token's row instead of writing the choice's slot.
     """
 
-    def __init__(self, plan: GemmPlan, intermediate: int, hidden: int, atomic: bool):
+    def __init__(self, plan: GemmPlan, atomic: bool):
         self.plan = plan
-        self.hidden = hidden
+        self.loop = Mainloop(plan)
         self.atomic = atomic
-        self.k_tiles = -(-intermediate // plans.TILE_K)
-        self.row_tiles = -(-hidden // plans.TILE_M)
-        self.loop = Mainloop(plan, self.k_tiles, self.row_tiles)
 
     @cute.jit
     def __call__(
@@ -47,19 +44,23 @@ class GemmFinalize:
         out: Int64,
         out_row: Int64,
         router_weight: Int64,
+        k_tiles: Int32,
+        row_tiles: Int32,
+        features: Int32,
         ctas: Int32,
         stream,
     ):
         """Launch. As FC1; int32 ``row_index`` counts up; float32 alpha ``[E]``; float32 out rows of
-        ``hidden``, int32 the row of ``out`` and float32 the router weight of each sorted row."""
+        ``features``, int32 the row of ``out`` and float32 the router weight of each sorted row."""
         self.kernel(
-            work, num_work, row_index, codes, scales, weights, alpha, out, out_row, router_weight
+            work, num_work, row_index, codes, scales, weights, alpha, out, out_row, router_weight,
+            k_tiles, row_tiles, features,
         ).launch(
             grid=(ctas, 1, 1),
             block=(plans.THREADS, 1, 1),
             smem=self.plan.smem_bytes,
             stream=stream,
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -74,6 +75,9 @@ class GemmFinalize:
         out: Int64,
         out_row: Int64,
         router_weight: Int64,
+        k_tiles: Int32,
+        row_tiles: Int32,
+        features: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -82,22 +86,18 @@ class GemmFinalize:
         tmem = self.loop.setup(smem, warp, lane)
         if warp >= plans.FIRST_GATHER_WARP:
             self.loop.gather(
-                smem,
-                thread - 32 * plans.FIRST_GATHER_WARP,
-                work,
-                num_work,
-                row_index,
-                codes,
-                scales,
-            )
+                smem, thread - FIRST_GATHER_THREAD, work, num_work, row_index, codes, scales,
+                k_tiles, row_tiles,
+            )  # fmt: skip
         elif warp == plans.WEIGHT_WARP:
-            self.loop.load_weights(smem, lane, work, num_work, weights)
+            self.loop.load_weights(smem, lane, work, num_work, weights, k_tiles, row_tiles)
         elif warp == plans.MMA_WARP:
-            self.loop.mma(smem, lane, tmem, work, num_work)
+            self.loop.mma(smem, lane, tmem, work, num_work, k_tiles, row_tiles)
         else:
             self.epilogue(
-                smem, warp, lane, tmem, work, num_work, alpha, out, out_row, router_weight
-            )
+                smem, warp, lane, tmem, work, num_work, alpha, out, out_row, router_weight,
+                row_tiles, features,
+            )  # fmt: skip
         cute.arch.sync_warp()  # roles of one thread leave the rest of their warp here
         ptx.tcgen05_fence_before()
         cute.arch.sync_threads()
@@ -106,22 +106,25 @@ class GemmFinalize:
             ptx.tmem_dealloc(tmem, self.plan.tmem.allocated)
 
     @cute.jit
-    def epilogue(self, smem, warp, lane, tmem, work, num_work, alpha, out, out_row, router_weight):
+    def epilogue(
+        self, smem, warp, lane, tmem, work, num_work, alpha, out, out_row, router_weight,
+        row_tiles, features,
+    ):  # fmt: skip
         plan = self.plan
         bars = self.loop.barriers(smem)
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        total = ptx.load_s32(num_work) * self.row_tiles
+        total = ptx.load_s32(num_work) * row_tiles
         acc = Int32(0)
         acc_parity = Int32(0)
         tile = Int32(bid)
         while tile < total:
-            item = tile // self.row_tiles
+            item = tile // row_tiles
             base = work + Int64(item) * WORK_BYTES
             expert = ptx.load_s32(base)
             first = ptx.load_s32(base + 4)
             count = ptx.load_s32(base + 8)
-            feature = (tile - item * self.row_tiles) * plans.TILE_M + warp * 32 + lane
+            feature = (tile - item * row_tiles) * plans.TILE_M + warp * 32 + lane
             factor = ptx.load_f32(alpha + Int64(expert) * 4)
             ptx.mbarrier_wait(bars.acc_full + 8 * acc, acc_parity)
             ptx.tcgen05_fence_after()
@@ -130,11 +133,11 @@ class GemmFinalize:
             while column < count:
                 values = ptx.tmem_load("32x32b", SUBTILE, [columns + column], SUBTILE)
                 for i in cutlass.range_constexpr(SUBTILE):
-                    if column + i < count and feature < self.hidden:
+                    if column + i < count and feature < features:
                         row = Int64(first + column + i)
                         weight = ptx.load_f32(router_weight + row * 4)
                         target = ptx.load_s32(out_row + row * 4)
-                        address = out + (Int64(target) * self.hidden + Int64(feature)) * 4
+                        address = out + (Int64(target) * Int64(features) + Int64(feature)) * 4
                         value = ptx.as_f32(values[i]) * factor * weight
                         if cutlass.const_expr(self.atomic):
                             ptx.add_f32(address, value)

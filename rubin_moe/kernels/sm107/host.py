@@ -127,7 +127,7 @@ class Sm107Kernel:
 
     def _quantized(self, x: Tensor, dec: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of every token, once, with K padded by zeros to whole tiles."""
-        k = -(-self.problem.hidden // plans.TILE_K) * plans.TILE_K
+        k = plans.tiles_of(self.problem.hidden) * plans.TILE_K
         padded = torch.zeros(x.shape[0], k, dtype=torch.float32, device=x.device)
         padded[:, : x.shape[1]] = x
         q = quantize(padded, self.act_fmt, dec if self.act_fmt.has_global else None)
@@ -137,17 +137,17 @@ class Sm107Kernel:
         self, plan: plans.GemmPlan, w: Sm107Experts, work: Work, codes: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor]:
         p = self.problem
-        k = -(-p.intermediate // plans.TILE_K) * plans.TILE_K
+        tiles = plans.tiles_of(p.intermediate)
         rows = work.token.numel()
         # the columns past the last feature tile are K padding of FC2, and nobody writes them
-        out_codes = torch.zeros(rows, k // 2, dtype=torch.uint8, device=codes.device)
-        out_scales = torch.zeros(rows, k // 16, dtype=torch.uint8, device=codes.device)
+        out_codes = torch.zeros(rows, tiles * 128, dtype=torch.uint8, device=codes.device)
+        out_scales = torch.zeros(rows, tiles * 16, dtype=torch.uint8, device=codes.device)
         self._launch.launch(
-            fc1_kernel(plan, p.hidden, p.intermediate),
+            fc1_kernel(plan),
             self._num_ctas,
             [
                 work.items, work.num_items, work.token, codes, scales, w.w13, w.alpha13,
-                out_codes, out_scales, w.norm,
+                out_codes, out_scales, w.norm, w.w13.shape[2], w.w13.shape[1], tiles,
             ],
         )  # fmt: skip
         return out_codes, out_scales
@@ -168,11 +168,12 @@ class Sm107Kernel:
         shape = (num_tokens, p.hidden) if atomic else (num_tokens, p.top_k, p.hidden)
         out = torch.zeros(shape, dtype=torch.float32, device=codes.device)
         self._launch.launch(
-            fc2_kernel(plan, p.intermediate, p.hidden, atomic),
+            fc2_kernel(plan, atomic),
             self._num_ctas,
             [
                 work.items, work.num_items, rows, codes, scales, w.w2, w.alpha2, out,
                 work.token if atomic else work.choice, work.weight,
+                w.w2.shape[2], w.w2.shape[1], p.hidden,
             ],
         )  # fmt: skip
         if atomic:
@@ -183,29 +184,26 @@ class Sm107Kernel:
         return total
 
 
-def fc1_kernel(plan: plans.GemmPlan, hidden: int, intermediate: int) -> CompiledKernel:
-    """FC1 for these sizes, from the cache or compiled now."""
+def fc1_kernel(plan: plans.GemmPlan) -> CompiledKernel:
+    """FC1 for layers of any size, from the cache or compiled now."""
 
     def build() -> tuple[object, tuple[object, ...]]:
         from rubin_moe.kernels.sm107.gather_gemm_swiglu import GatherGemmSwiglu
 
-        return GatherGemmSwiglu(plan, hidden, intermediate), _example_args()
+        return GatherGemmSwiglu(plan), _example_args()
 
-    return _compiled("sm107_gather_gemm_swiglu", f"{plan!r} {hidden} {intermediate}", plan, build)
+    return _compiled("sm107_gather_gemm_swiglu", f"{plan!r}", plan, build)
 
 
-def fc2_kernel(
-    plan: plans.GemmPlan, intermediate: int, hidden: int, atomic: bool
-) -> CompiledKernel:
-    """FC2 for these sizes, from the cache or compiled now."""
+def fc2_kernel(plan: plans.GemmPlan, atomic: bool) -> CompiledKernel:
+    """FC2 for layers of any size, from the cache or compiled now."""
 
     def build() -> tuple[object, tuple[object, ...]]:
         from rubin_moe.kernels.sm107.gemm_finalize import GemmFinalize
 
-        return GemmFinalize(plan, intermediate, hidden, atomic), _example_args()
+        return GemmFinalize(plan, atomic), _example_args()
 
-    constants = f"{plan!r} {intermediate} {hidden} {atomic}"
-    return _compiled("sm107_gemm_finalize", constants, plan, build)
+    return _compiled("sm107_gemm_finalize", f"{plan!r} {atomic}", plan, build)
 
 
 def _compiled(
@@ -221,7 +219,7 @@ def _example_args() -> tuple[object, ...]:
     from cutlass import Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
-    return (*(Int64(0) for _ in range(10)), Int32(1), make_fake_stream())
+    return (*(Int64(0) for _ in range(10)), *(Int32(1) for _ in range(4)), make_fake_stream())
 
 
 def build(problem: MoEProblem) -> Sm107Kernel:

@@ -38,12 +38,11 @@ class Barriers:
 
 
 class Mainloop:
-    """Device methods over one plan; ``k_tiles`` and ``row_tiles`` are compile-time constants."""
+    """Device methods over one plan. ``k_tiles`` and ``row_tiles`` of the weights are the launch's:
+    one kernel serves layers of any size."""
 
-    def __init__(self, plan: GemmPlan, k_tiles: int, row_tiles: int):
+    def __init__(self, plan: GemmPlan):
         self.plan = plan
-        self.k_tiles = k_tiles
-        self.row_tiles = row_tiles
         self.lag = min(plans.LAG, plan.stages - 1)
 
     def barriers(self, smem):
@@ -74,7 +73,7 @@ class Mainloop:
         return ptx.load_shared_s32(bars.tmem_slot)
 
     @cute.jit
-    def load_weights(self, smem, lane, work, num_work, weights):
+    def load_weights(self, smem, lane, work, num_work, weights, k_tiles, row_tiles):
         """One thread: a bulk copy a stage."""
         bars = self.barriers(smem)
         stage = Int32(0)
@@ -82,15 +81,15 @@ class Mainloop:
         if lane == 0:
             bid, _, _ = cute.arch.block_idx()
             grid, _, _ = cute.arch.grid_dim()
-            total = ptx.load_s32(num_work) * self.row_tiles
+            total = ptx.load_s32(num_work) * row_tiles
             tile = Int32(bid)
             while tile < total:
-                item = tile // self.row_tiles
+                item = tile // row_tiles
                 expert = ptx.load_s32(work + Int64(item) * WORK_BYTES)
-                first = Int64(expert) * self.row_tiles + (tile - item * self.row_tiles)
-                source = weights + first * (self.k_tiles * plans.WEIGHT_STAGE_BYTES)
+                first = Int64(expert) * row_tiles + (tile - item * row_tiles)
+                source = weights + first * k_tiles * plans.WEIGHT_STAGE_BYTES
                 k = Int32(0)
-                while k < self.k_tiles:
+                while k < k_tiles:
                     ptx.mbarrier_wait(bars.empty + 8 * stage, parity)
                     ptx.mbarrier_arrive_expect_tx(bars.full_w + 8 * stage, plans.WEIGHT_STAGE_BYTES)
                     ptx.bulk_load(
@@ -108,7 +107,7 @@ class Mainloop:
                 tile += grid
 
     @cute.jit
-    def gather(self, smem, thread, work, num_work, row_index, codes, scales):
+    def gather(self, smem, thread, work, num_work, row_index, codes, scales, k_tiles, row_tiles):
         """128 threads: token codes by 16 bytes into the swizzle, scales by 4 into their chunks.
 
         Rows past the item's are zero-filled. A thread keeps ``lag`` groups in flight, then fences
@@ -120,7 +119,7 @@ class Mainloop:
         scale_rows = plan.tile_n // 32
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        total = ptx.load_s32(num_work) * self.row_tiles
+        total = ptx.load_s32(num_work) * row_tiles
         stage = Int32(0)
         parity = Int32(1)
         done = Int32(0)  # stage that the oldest group in flight fills
@@ -129,17 +128,17 @@ class Mainloop:
         group = thread & 3
         tile = Int32(bid)
         while tile < total:
-            item = work + Int64(tile // self.row_tiles) * WORK_BYTES
+            item = work + Int64(tile // row_tiles) * WORK_BYTES
             first = ptx.load_s32(item + 4)
             count = ptx.load_s32(item + 8)
             code_source, code_bytes = self.rows(
-                code_rows, thread >> 3, 16, first, count, row_index, codes, self.k_tiles * 128
+                code_rows, thread >> 3, 16, first, count, row_index, codes, k_tiles * 128
             )
             scale_source, scale_bytes = self.rows(
-                scale_rows, thread >> 2, 32, first, count, row_index, scales, self.k_tiles * 16
+                scale_rows, thread >> 2, 32, first, count, row_index, scales, k_tiles * 16
             )
             k = Int32(0)
-            while k < self.k_tiles:
+            while k < k_tiles:
                 ptx.mbarrier_wait(bars.empty + 8 * stage, parity)
                 b = smem + plan.offset("sB") + stage * (plan.tile_n * 128)
                 sfb = smem + plan.offset("sSFB") + stage * plans.SFB_STAGE_BYTES
@@ -191,7 +190,7 @@ class Mainloop:
         count,
         row_index,
         base,
-        pitch: cutlass.Constexpr,
+        pitch,
     ):
         """Addresses of this thread's rows, and 1 or 0: whether the row is one of the item's."""
         address = []
@@ -202,19 +201,19 @@ class Mainloop:
             index = Int32(0)
             if row < count:
                 index = ptx.load_s32(row_index + Int64(first + row) * 4)
-            address.append(base + Int64(index) * pitch)
+            address.append(base + Int64(index) * Int64(pitch))
             valid.append(real)
         return address, valid
 
     @cute.jit
-    def mma(self, smem, lane, tmem, work, num_work):
+    def mma(self, smem, lane, tmem, work, num_work, k_tiles, row_tiles):
         """One thread: scales to tensor memory, then two instructions a K tile."""
         plan = self.plan
         bars = self.barriers(smem)
         if lane == 0:
             bid, _, _ = cute.arch.block_idx()
             grid, _, _ = cute.arch.grid_dim()
-            total = ptx.load_s32(num_work) * self.row_tiles
+            total = ptx.load_s32(num_work) * row_tiles
             stage = Int32(0)
             parity = Int32(0)
             acc = Int32(0)
@@ -223,13 +222,13 @@ class Mainloop:
             sfb = tmem + plan.tmem.start("sfb")
             tile = Int32(bid)
             while tile < total:
-                count = ptx.load_s32(work + Int64(tile // self.row_tiles) * WORK_BYTES + 8)
+                count = ptx.load_s32(work + Int64(tile // row_tiles) * WORK_BYTES + 8)
                 idesc = Int32(plan.idesc) | ((((count + 15) & -16) >> 3) << 17)
                 ptx.mbarrier_wait(bars.acc_empty + 8 * acc, acc_parity)
                 ptx.tcgen05_fence_after()
                 d = tmem + acc * plan.tmem.start("acc1")
                 k = Int32(0)
-                while k < self.k_tiles:
+                while k < k_tiles:
                     ptx.mbarrier_wait(bars.full_w + 8 * stage, parity)
                     ptx.mbarrier_wait(bars.full_t + 8 * stage, parity)
                     ptx.tcgen05_fence_after()

@@ -95,6 +95,11 @@ def plan_gemm(tile_n: int, scale: str) -> GemmPlan:
     return GemmPlan(tile_n, scale, smem.stages["weights"], smem, tmem, idesc)
 
 
+def tiles_of(k: int) -> int:
+    """K tiles of a GEMM over ``k`` elements."""
+    return -(-k // TILE_K)
+
+
 def choose_tile_n(num_tokens: int, top_k: int, num_experts: int) -> int:
     """The smallest tile that holds the tokens an expert gets when they spread evenly; a tile
     more for a skewed routing costs a second pass over that expert's weights, no wrong result."""
