@@ -26,6 +26,10 @@ class FoldError(RubinMoeError, ValueError):
     """Folding a global scale would lose more than was allowed."""
 
 
+class ConvertError(RubinMoeError):
+    """A checkpoint cannot be converted as asked, or could not be written; the source is intact."""
+
+
 class LayoutError(RubinMoeError, ValueError):
     """A shape that a storage layout cannot hold."""
 

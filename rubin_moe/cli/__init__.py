@@ -14,6 +14,7 @@ import rubin_moe
 
 COMMANDS: dict[str, str] = {
     "check-port": "check_port",
+    "convert": "convert",
     "demo": "demo",
     "doctor": "doctor",
     "emulate": "emulate",

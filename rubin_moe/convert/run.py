@@ -1,0 +1,220 @@
+"""A whole conversion: plan, write, verify, appear.
+
+Everything is written to ``OUT.partial`` beside the output, and that folder gets its name only when
+every file is on disk and was read back. Until then there is no ``OUT``; a later call with the same
+source and options goes on after the last finished file, and gives the same bytes.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from rubin_moe.convert.config import configs
+from rubin_moe.convert.journal import NAME, Journal
+from rubin_moe.convert.options import Options
+from rubin_moe.convert.plan import Plan
+from rubin_moe.convert.planner import make_plan
+from rubin_moe.convert.stream import WORKER_BYTES, Writer
+from rubin_moe.convert.tally import Tally
+from rubin_moe.convert.verify import verify
+from rubin_moe.errors import ConvertError
+from rubin_moe.loader.load import ModelCheckpoint
+
+Stage: TypeAlias = Literal["convert", "verify"]
+Report: TypeAlias = Callable[[Stage, int, int], None]
+"""Called with the stage, bytes that were just done, and bytes of the whole stage."""
+
+RECORD = "conversion.json"
+_LOCK = "lock"
+_CONFIGS = frozenset({"config.json", "hf_quant_config.json", "params.json", RECORD})
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".pkl", ".gguf")
+_MARGIN = 64 << 20  # beside the tensors: configs, tokenizer, journal
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was written: the folder, the plan, the sums over all experts, files of this call."""
+
+    folder: Path
+    plan: Plan
+    tally: Tally
+    resumed: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    options: Options,
+    *,
+    jobs: int | None = None,
+    report: Report | None = None,
+) -> Outcome:
+    """Converts a checkpoint folder.
+
+    Args:
+        out: must not exist; appears whole.
+        jobs: processes; default one a core, fewer for small checkpoints.
+        report: progress.
+
+    Raises:
+        ConvertError: cannot be done or not be written; the source is as it was.
+        CheckpointError, ConfigError, FoldError: the source would not load, or would lose too much.
+    """
+    told: Report = report or (lambda stage, done, total: None)
+    out = Path(out)
+    checkpoint = ModelCheckpoint(source)
+    with checkpoint:
+        partial = _work_folder(checkpoint.folder, out)
+        plan = make_plan(checkpoint, options)
+        written = configs(checkpoint, plan)
+        if options.target.startswith("nvfp4") and not options.force:
+            from rubin_moe.convert.survey import refuse_misfits
+
+            refuse_misfits(checkpoint, plan)
+        with _held(partial):
+            return _run(checkpoint, plan, written, partial, out, jobs, told)
+
+
+def _run(
+    checkpoint: ModelCheckpoint,
+    plan: Plan,
+    written: dict[str, dict[str, Any]],
+    partial: Path,
+    out: Path,
+    jobs: int | None,
+    report: Report,
+) -> Outcome:
+    journal = Journal(partial, plan.fingerprint(_source_files(checkpoint)))
+    todo = [i for i, s in enumerate(plan.shards) if s.name not in journal.finished]
+    _check_space(plan, partial, todo)
+    resumed = len(plan.shards) - len(todo)
+    total = plan.source_bytes
+    for shard in plan.shards:
+        if shard.name in journal.finished:
+            report("convert", sum(g.nbytes for g in shard.groups), total)
+    jobs = _jobs(jobs, plan)
+    with Writer(checkpoint, plan.shards, partial, plan.options, jobs).running() as writer:
+        for index in todo:
+            journal.add(writer.write(index, lambda n: report("convert", n, total)))
+    whole = plan.output_bytes
+    sums = verify(plan, partial, journal.finished, lambda n: report("verify", n, whole))
+    tally = Tally()
+    for shard in plan.shards:
+        tally.add(journal.finished[shard.name].tally)
+    _write_rest(checkpoint, plan, written, partial, sums, tally)
+    _appear(partial, out)
+    return Outcome(out, plan, tally, resumed)
+
+
+def _work_folder(source: Path, out: Path) -> Path:
+    target, origin = out.resolve(), source.resolve()
+    if target == origin or origin in target.parents:
+        raise ConvertError(f"{out}: lies within the source, which is never written to")
+    if out.exists() or out.is_symlink():
+        raise ConvertError(f"{out}: exists already; a conversion never writes over anything")
+    partial = out.with_name(out.name + ".partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConvertError(f"{partial}: cannot be made: {e.strerror}") from e
+    return partial
+
+
+@contextmanager
+def _held(partial: Path) -> Iterator[None]:
+    """One conversion a work folder at a time; an empty folder of a failed start goes again."""
+    try:
+        handle = (partial / _LOCK).open("w")
+    except OSError as e:
+        raise ConvertError(f"{partial}: cannot be written: {e.strerror}") from e
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConvertError(f"{partial}: another conversion is writing it") from None
+        try:
+            yield
+        except OSError as e:
+            raise ConvertError(f"{partial.name}: cannot be written: {e.strerror}") from e
+
+
+def _source_files(checkpoint: ModelCheckpoint) -> list[tuple[str, int, int]]:
+    stats = [(f.name, f.stat()) for f in checkpoint.files]
+    return [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
+
+
+def _check_space(plan: Plan, partial: Path, todo: list[int]) -> None:
+    there = [partial / plan.shards[i].name for i in todo]
+    held = sum(p.stat().st_blocks * 512 for p in there if p.exists())
+    needed = sum(plan.shards[i].size for i in todo)
+    free = shutil.disk_usage(partial).free + held
+    if needed and needed + min(_MARGIN, needed // 8) > free:
+        raise ConvertError(
+            f"{partial.parent}: {needed:,} bytes needed, {free:,} free; nothing was written"
+        )
+
+
+def _jobs(asked: int | None, plan: Plan) -> int:
+    if asked is not None:
+        if asked < 1:
+            raise ConvertError(f"jobs = {asked} is no number of processes")
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, plan.source_bytes // WORKER_BYTES))
+
+
+def _write_rest(
+    checkpoint: ModelCheckpoint,
+    plan: Plan,
+    written: dict[str, dict[str, Any]],
+    partial: Path,
+    sums: dict[str, int],
+    tally: Tally,
+) -> None:
+    """Index, configs, the record, and every other file of the source's folder."""
+    for path in sorted(checkpoint.folder.iterdir()):
+        if path.is_file() and path.name not in _CONFIGS and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, partial / path.name)
+    files: dict[str, Any] = dict(written)
+    if len(plan.shards) > 1:
+        weight_map = {o.name: s.name for s in plan.shards for o in s.outputs}
+        total = sum(o.nbytes for s in plan.shards for o in s.outputs)
+        files["model.safetensors.index.json"] = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+    files[RECORD] = {
+        "options": plan.options.record(),
+        "result": tally.record(),
+        "files": {s.name: {"bytes": s.size, "crc32": sums[s.name]} for s in plan.shards},
+        "notes": list(plan.notes),
+        "uncalibrated": {m: list(e) for m, e in plan.uncalibrated.items()},
+    }
+    for name, content in files.items():
+        (partial / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _appear(partial: Path, out: Path) -> None:
+    for path in partial.iterdir():
+        _sync(path)
+    for name in (NAME, _LOCK):
+        (partial / name).unlink()
+    _sync(partial)
+    if out.exists():
+        raise ConvertError(f"{out}: appeared meanwhile; the result is in {partial.name}")
+    partial.rename(out)
+    _sync(out.resolve().parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
