@@ -34,6 +34,7 @@ class Row:
 
 ROWS: tuple[Row, ...] = (
     Row("sm107", "sm107"),
+    Row("sm90", "sm90"),
     Row("cpu", "cpu"),
     Row("cpu-tcgen05", "cpu_tcgen05"),
     Row(

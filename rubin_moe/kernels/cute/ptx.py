@@ -278,3 +278,171 @@ def encode_e2m1x8(v: list[Float32]) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=list(v),
     )
+
+
+# ---- warps: matrix fragments, shared vectors, shuffles
+
+
+def load_shared_v4(address) -> list[Uint32]:
+    return list(
+        inline_ptx(
+            "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def load_shared_v4_f32(address) -> list[Float32]:
+    return list(
+        inline_ptx(
+            "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def load_shared_u16(address) -> Uint32:
+    return inline_ptx(
+        "{\n.reg .b16 t;\nld.shared.u16 t, [{$r0}];\ncvt.u32.u16 {$w0}, t;\n}",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+    )
+
+
+def store_shared_b32(address, value):
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_shared_v4_f32(address, v):
+    inline_ptx(
+        "st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *v]
+    )
+
+
+def barrier_sync_at(index, threads: int):
+    """A named barrier whose number is known at run time only."""
+    inline_ptx(f"bar.sync {{$r0}}, {threads};", read_only_args=[index])
+
+
+def shuffle_up(value, distance: int) -> Int32:
+    """The value of the lane ``distance`` below; lanes without one get their own."""
+    return inline_ptx(
+        f"shfl.sync.up.b32 {{$w0}}, {{$r0}}, {distance}, 0, -1;",
+        write_only_types=[Int32],
+        read_only_args=[value],
+    )
+
+
+def mma_bf16(c, a, b0, b1) -> list[Float32]:
+    """c + a b: rows x tokens m16n8, K = 16; c four values, a four registers."""
+    return list(
+        inline_ptx(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, "
+            "{{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*a, b0, b1, *c],
+        )
+    )
+
+
+def mul_bf16x2(x, y) -> Uint32:
+    return inline_ptx(
+        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y]
+    )
+
+
+def rotate_left(x, bits: int) -> Uint32:
+    return inline_ptx(
+        f"shf.l.wrap.b32 {{$w0}}, {{$r0}}, {{$r0}}, {bits};",
+        write_only_types=[Uint32],
+        read_only_args=[x],
+    )
+
+
+def select_bytes(x, selector: int) -> Uint32:
+    """Bytes of x by the selector's nibbles; nibbles 4 to 7 give zero."""
+    return inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, 0, {selector};",
+        write_only_types=[Uint32],
+        read_only_args=[x],
+    )
+
+
+def pack_bf16x2(low, high) -> Uint32:
+    return inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+    )
+
+
+# ---- between blocks
+
+
+def store_b16(address, value):
+    """The low half of a 32-bit register."""
+    inline_ptx(
+        "{\n.reg .b16 t;\ncvt.u16.u32 t, {$r1};\nst.global.b16 [{$r0}], t;\n}",
+        read_only_args=[address, value],
+    )
+
+
+def store_s32(address, value):
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def load_v4_f32_cg(address) -> list[Float32]:
+    """16 bytes past L1."""
+    return list(
+        inline_ptx(
+            "ld.global.cg.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def load_acquire(address) -> Int32:
+    return inline_ptx(
+        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
+def add_release(address, value):
+    """Orders this thread's earlier accesses, and those it has seen, before the atomic addition."""
+    inline_ptx(
+        "fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [{$r0}], {$r1};",
+        read_only_args=[address, value],
+    )
+
+
+def fetch_add(address, value) -> Int32:
+    return inline_ptx(
+        "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, value],
+    )
+
+
+def fence_proxy_async_all():
+    """Orders ordinary accesses to any memory before the TMA unit's."""
+    inline_ptx("fence.proxy.async;")
+
+
+def minimum(x, y) -> Float32:
+    """NaN if either is."""
+    return inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
+
+
+def maximum(x, y) -> Float32:
+    """NaN if either is."""
+    return inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )

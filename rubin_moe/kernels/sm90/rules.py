@@ -1,0 +1,63 @@
+"""What the sm_90a backend computes. Standard library only."""
+
+from rubin_moe.errors import PlanError
+from rubin_moe.formats.spec import WEIGHT_FORMATS
+from rubin_moe.kernels.base import KernelPlan, MoEProblem, Target
+from rubin_moe.kernels.sm90 import plan as plans
+from rubin_moe.kernels.sm90.choice import choose
+
+DSL = "nvidia-cutlass-dsl"
+
+
+def why_not(problem: MoEProblem, target: Target) -> str | None:
+    """None if this backend computes ``problem`` on ``target``, else the reason."""
+    if target.capability != (9, 0):
+        return f"is compiled for sm_90a and nothing else; this is {target}"
+    return why_not_problem(problem) or why_not_compiler(target)
+
+
+def why_not_problem(problem: MoEProblem) -> str | None:
+    """The part of the answer that the kernel decides, wherever it runs."""
+    if problem.weight_format not in WEIGHT_FORMATS:
+        return f"multiplies NVFP4 and MXFP4 weights; these are {problem.weight_format}"
+    if problem.activation_format != "16bit":
+        return f"multiplies 16-bit activations, not {problem.activation_format}"
+    if problem.dtype != "bfloat16":
+        return f"multiplies bfloat16 activations; the model's are {problem.dtype}"
+    if problem.num_experts > plans.MAX_EXPERTS or problem.top_k > plans.MAX_TOP_K:
+        return f"at most {plans.MAX_EXPERTS} experts and top-{plans.MAX_TOP_K}"
+    if problem.hidden % plans.ROWS or problem.hidden > plans.MAX_HIDDEN:
+        return f"hidden {problem.hidden}: a multiple of {plans.ROWS}, at most {plans.MAX_HIDDEN}"
+    try:
+        choose(problem, 1)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def why_not_compiler(target: Target) -> str | None:
+    """The compiler of the kernels; needed even for what is cached, whose key names it."""
+    found = target.versions.get(DSL)
+    if found is None or tuple(int(p) for p in found.split(".")[:2]) < (4, 8):
+        return f"needs {DSL} to compile its kernels: pip install '{DSL}[cu13]>=4.8.1,<4.9'"
+    return None
+
+
+def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
+    """Tiles and memory of a launch; more tokens than ``pairs`` / top_k take several launches."""
+    chosen = choose(problem, num_tokens)
+    t = chosen.tiles
+    return KernelPlan(
+        "sm90",
+        {
+            "warps": t.warps,
+            "slots": t.slots,
+            "blocks13": chosen.blocks13,
+            "blocks2": chosen.blocks2,
+            "split13": chosen.split13,
+            "split2": chosen.split2,
+            "pass_tokens": t.pass_tokens,
+            "pairs": chosen.max_pairs,
+            "smem_bytes": chosen.smem_bytes,
+        },
+    )

@@ -1,0 +1,43 @@
+"""The only reader of ``configs/tuning``: measured tile choices. Standard library only.
+
+A file is one layer shape on one architecture, written by ``scripts/tune.py``: its sizes, where and
+when it was measured, and a row a number of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+FOLDER = Path(__file__).parents[2] / "configs" / "tuning"
+
+
+def file_name(shape: Mapping[str, int]) -> str:
+    """Name of a shape's file."""
+    return ",".join(f"{key}={value}" for key, value in shape.items()) + ".json"
+
+
+def nearest(arch: str, shape: Mapping[str, int], num_tokens: int) -> dict[str, Any] | None:
+    """The tiles of the measured number of tokens that is nearest in log space, or None (said once
+    a shape) where this shape was not measured."""
+    rows = _rows(arch, file_name(shape))
+    if not rows:
+        return None
+    best = min(rows, key=lambda row: abs(math.log(row["num_tokens"] / max(1, num_tokens))))
+    return dict(best["tiles"])
+
+
+@cache
+def _rows(arch: str, name: str) -> list[dict[str, Any]]:
+    path = FOLDER / arch / name
+    if not path.is_file():
+        logger.info("%s: no measured tiles for %s, using the default", arch, name)
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows

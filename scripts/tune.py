@@ -1,0 +1,162 @@
+"""The only writer of configs/tuning/sm90: times candidate tiles on the GPU that is here.
+
+``--compile`` fills the kernel cache and needs no GPU; a machine without the compiler can then
+measure with that cache. Every candidate's numbers are checked before it is timed: against a float32
+reference, and bit for bit against the first candidate.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import asdict, astuple
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from h200_layer import SHAPES, Shape, median_us, random_weights, reference, relative, routings
+
+from rubin_moe.errors import PlanError
+from rubin_moe.kernels import tuning
+from rubin_moe.kernels.launch import launcher
+from rubin_moe.kernels.sm90 import choice
+from rubin_moe.kernels.sm90.host import Sm90Kernel, decode_kernel
+from rubin_moe.kernels.sm90.plan import DecodePlan, Tiles, check
+
+TOKENS = (1, 4, 16, 64, 256)
+WORST_ERROR = 4e-3  # relative; bfloat16 between the GEMMs and in the output gives about 2.5e-3
+CANDIDATES = {
+    "qwen3": [
+        Tiles(24, 2, 4, 4), Tiles(16, 3, 4, 4), Tiles(12, 2, 8, 4),
+        Tiles(24, 2, 4, 4, split=True), Tiles(16, 2, 4, 4, pass_tokens=16),
+    ],
+    "gptoss": [
+        Tiles(12, 2, 9, 9), Tiles(20, 3, 3, 3), Tiles(20, 2, 3, 3, split=True),
+        Tiles(12, 2, 9, 9, pass_tokens=16, buffers=1),
+    ],
+    "dsv3tp8": [
+        Tiles(20, 2, 4, 2, buffers=1), Tiles(12, 2, 7, 2, buffers=1),
+        Tiles(20, 2, 4, 2, split=True, buffers=1),
+    ],
+    "mixtral": [
+        Tiles(16, 2, 4, 4), Tiles(20, 2, 4, 4), Tiles(16, 2, 4, 4, split=True),
+        Tiles(16, 2, 4, 4, pass_tokens=16, buffers=1),
+    ],
+}  # fmt: skip
+
+
+def plan_of(shape: Shape, tiles: Tiles, num_tokens: int) -> DecodePlan | None:
+    """None where these tiles do not fit."""
+    pairs = num_tokens * shape.top_k
+    bucket = next(b for b in choice.BUCKETS if b >= pairs)
+    try:
+        return check(DecodePlan(choice.sizes_of(shape.problem()), tiles, bucket))
+    except PlanError:
+        return None
+
+
+def worth(tiles: Tiles, num_tokens: int) -> bool:
+    """Splits are for few tokens, wide passes for many."""
+    if tiles.split:
+        return num_tokens <= 16
+    return num_tokens >= 64 if tiles.pass_tokens > 8 else True
+
+
+def compile_one(job: tuple[str, DecodePlan]) -> str:
+    """Fills the cache; a process of its own."""
+    name, plan = job
+    decode_kernel(plan, SHAPES[name].activation, SHAPES[name].bias)
+    return f"{name}: {plan}"
+
+
+class Fixed(Sm90Kernel):
+    """The layer with one plan, whatever the table says."""
+
+    plan: DecodePlan
+
+    def _plan(self, num_tokens: int) -> DecodePlan:
+        return self.plan
+
+
+def measure(name: str) -> list[dict[str, object]]:
+    """Rows of one shape: every number of tokens, every candidate."""
+    shape = SHAPES[name]
+    weights = random_weights(shape)
+    kernel = Fixed(shape.problem(), launcher("driver"), _multiprocessors())
+    prepared = kernel.prepare(weights)
+    rows: list[dict[str, object]] = []
+    for m in TOKENS:
+        x = torch.randn(m, shape.hidden, device="cuda").bfloat16()
+        routed = routings(shape, m)
+        touched = sum(ids.unique().numel() for ids, _ in routed) / len(routed)
+        expected = reference(weights, shape.activation, x, *routed[0])
+        first = None
+        for tiles in CANDIDATES[name]:
+            plan = plan_of(shape, tiles, m)
+            if plan is None or not worth(tiles, m):
+                continue
+            kernel.plan = plan
+            out = kernel.run(prepared, x, *routed[0])
+            error = relative(out, expected)
+            first = out if first is None else first
+            if not error < WORST_ERROR or not torch.equal(out, first):
+                equal = torch.equal(out, first)
+                print(f"{name} {m} {plan}: error {error}, equal {equal}: left out", flush=True)
+                continue
+            calls = [partial(kernel.run, prepared, x, *r) for r in routed]
+            us = median_us(calls)
+            floor = shape.floor_us(m, touched)
+            rows.append(
+                {"num_tokens": m, "us": round(us, 2), "floor_us": round(floor, 2),
+                 "error": error, "tiles": asdict(tiles)}
+            )  # fmt: skip
+            print(f"{name} {m:4d} {us:8.2f} us {floor / us:.2f} {astuple(tiles)}", flush=True)
+    return rows
+
+
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def main(
+    shapes: list[str],
+    compile_only: Annotated[bool, typer.Option("--compile")] = False,
+    folder: Path = tuning.FOLDER / "sm90",
+) -> None:
+    """Tunes the named shapes, or compiles their candidates."""
+    if compile_only:
+        jobs = {
+            (name, plan)
+            for name in shapes
+            for tiles in CANDIDATES[name]
+            for m in TOKENS
+            if worth(tiles, m) and (plan := plan_of(SHAPES[name], tiles, m))
+        }
+        with Pool(2) as pool:
+            for line in pool.imap_unordered(compile_one, sorted(jobs, key=str)):
+                print(line, flush=True)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in shapes:
+        rows = measure(name)
+        best = {}
+        for row in rows:
+            m = row["num_tokens"]
+            if m not in best or row["us"] < best[m]["us"]:
+                best[m] = row
+        facts = {
+            "device": torch.cuda.get_device_name(0),
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "rows": list(best.values()),
+            "all": rows,
+        }
+        path = folder / tuning.file_name(choice.shape_key(choice.sizes_of(SHAPES[name].problem())))
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
