@@ -252,14 +252,15 @@ class Cluster:
 
     def require_columns(
         self, operation: object, cta: Cta, footprints: Callable[[], list[Footprint]]
-    ) -> None:
-        """Trap unless the operation's tensor-memory columns are allocated in their CTAs.
+    ) -> bool:
+        """Trap unless the operation's tensor-memory columns are allocated in their CTAs; whether
+        this was its first check.
 
         Operations are decoded once for the same operands, so each is checked once for each state
         of the allocations.
         """
         if id(operation) in cta.columns_checked:
-            return
+            return False
         for place in footprints():
             if place.space != "tmem":
                 continue
@@ -273,6 +274,7 @@ class Cluster:
                         f"allocated (held: {dict(sorted(tmem.allocations.items()))})",
                     )
         cta.columns_checked[id(operation)] = operation
+        return True
 
     def mbarrier_at(self, rank: int, offset: int) -> mbarrier.MbarrierWord | None:
         """The decoded mbarrier, for reports."""

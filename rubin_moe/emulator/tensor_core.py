@@ -129,9 +129,9 @@ def bind_tmem_copy(site: UnitSite, context: LaunchContext) -> Handler:
             op = tcgen05_data.decode_copy(
                 context.arch, shape, multicast, group, warp.rank, v[0] & FULL_MASK, v[1], expansion
             )
-            cluster.require_columns(op, warp.cta, op.writes)
-            columns = 4 * op.table.offsets.shape[1]
-            context.statistics.tmem_places.add((op.column, columns, "tcgen05.cp"))
+            if cluster.require_columns(op, warp.cta, op.writes):
+                columns = 4 * op.table.offsets.shape[1]
+                context.statistics.tmem_places.add((op.column, columns, "tcgen05.cp"))
             context.statistics.bytes["UTCCP"] += op.nbytes * len(op.ranks)
             perform = partial(tcgen05_data.perform, op, cluster)
             submit(warp, site, _tcgen05_pipe(warp, group), perform, nothing)
@@ -200,10 +200,11 @@ def bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
                 collector_a=usage.get("a", "discard"), collector_b=usage.get("b", "discard"),
                 disable_output_lane=off, scale_input_d=v[extra] if extra is not None else 0,
             )  # fmt: skip
-            cluster.require_columns(op, warp.cta, partial(_touched, op))
+            if cluster.require_columns(op, warp.cta, partial(_touched, op)):
+                place = (op.d & 0xFFFF, op.idesc.n, "accumulator")
+                statistics.tmem_places.add(place)
             statistics.mma_count += 1
             statistics.mma_macs += op.macs
-            statistics.tmem_places.add((op.d & 0xFFFF, op.idesc.n, "accumulator"))
             perform = partial(tcgen05_mma.perform, op, cluster)
             submit(warp, site, _tcgen05_pipe(warp, group), perform, nothing)
         return True
