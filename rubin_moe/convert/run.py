@@ -118,18 +118,14 @@ def _work_folder(source: Path, out: Path) -> Path:
         raise ConvertError(f"{out}: lies within the source, which is never written to")
     if out.exists() or out.is_symlink():
         raise ConvertError(f"{out}: exists already; a conversion never writes over anything")
-    partial = out.with_name(out.name + ".partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConvertError(f"{partial}: cannot be made: {e.strerror}") from e
-    return partial
+    return out.with_name(out.name + ".partial")
 
 
 @contextmanager
 def _held(partial: Path) -> Iterator[None]:
-    """One conversion a work folder at a time; an empty folder of a failed start goes again."""
+    """Makes the work folder; one conversion in it at a time."""
     try:
+        partial.mkdir(parents=True, exist_ok=True)
         handle = (partial / _LOCK).open("w")
     except OSError as e:
         raise ConvertError(f"{partial}: cannot be written: {e.strerror}") from e
