@@ -271,6 +271,12 @@ def decode_tensor_store(
     """
     t = decode_tensormap(raw)
     place, rows = _coordinates(t, coordinates, mode, "tile::scatter4")
+    # an H200 answers with an illegal instruction; loads may start before the tensor
+    require(
+        min(place) >= 0,
+        "tensor copy: negative store coordinate",
+        f"a store to {place} starts before the tensor",
+    )
     if source % 128:
         _misaligned(source & OFFSET, 128, "tensor copy source")
     require(
