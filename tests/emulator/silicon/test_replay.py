@@ -24,6 +24,14 @@ ELSEWHERE = [p for p in PROBES if not any(p is q for q in SAMPLE)]
 needs_recording = pytest.mark.skipif(RECORDING is None, reason="no recording of silicon yet")
 
 
+DIFFERENCES = {
+    # The tensor ends in the middle of a 16-byte chunk. An H200 writes the chunk whole; by the ISA
+    # nothing past the end is written, and that is what the emulator does.
+    "tma store 1d 8-bit 0": (50, 2),
+}
+"""Name -> first word and number of words where the emulator keeps to the ISA."""
+
+
 def replay(probe: Probe) -> None:
     assert RECORDING is not None
     key = digest(probe)
@@ -40,6 +48,9 @@ def replay(probe: Probe) -> None:
     recorded = RECORDING.outputs[key]
     emulated = emulate(probe, RECORDING.maps.get(key, b""))
     result = compare(probe, recorded, emulated)
+    if probe.name in DIFFERENCES:
+        assert (result.first, result.mismatches) == DIFFERENCES[probe.name]
+        return
     word = slice(4 * result.first, 4 * result.first + 4)
     assert not result.mismatches, (
         f"{result.mismatches} of {result.cases} words differ, worst {result.worst:g}; word "
