@@ -103,8 +103,8 @@ class HopperBlocks:
         else:
             s = s.reshape(tiles, blocks, 2, 8, 2).permute(0, 4, 3, 1, 2)
         return (
-            q.reshape(tiles * ROWS, -1)[:n, : k // 2].contiguous(),
-            s.reshape(tiles * ROWS, -1)[:n, : k // self.sf_vec_size].contiguous(),
+            q.reshape(tiles * ROWS, blocks * 32)[:n, : k // 2].contiguous(),
+            s.reshape(tiles * ROWS, blocks * self.scales_k)[:n, : k // self.sf_vec_size].clone(),
         )
 
 

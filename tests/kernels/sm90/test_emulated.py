@@ -1,0 +1,159 @@
+"""The sm_90a decode kernel, executed on the emulator, against the float64 oracle."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rubin_moe.kernels.sm90 import host, plan
+from rubin_moe.kernels.sm90.plan import Tiles
+from tests.layers.backends import assert_close, weights_of
+from tests.oracles import moe, problems
+
+from .layers import FORMATS, TILES, batch, kernel_of, run
+
+KINDS = {
+    "silu": {},
+    "swigluoai": {"limit": 7.0, "bias": True},
+    "gelu_tanh": {},
+    "relu2": {"bias": True},
+}
+
+
+def small(fmt: str = "nvfp4-ue4m3", **fields: object) -> moe.Layer:
+    """One shape for most tests, so that they share kernels: 5 and 2 blocks of K, one not full."""
+    return problems.layer(11, fmt, 5, 288, 96, **fields)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_formats_and_activations(fmt, kind):
+    layer = small(fmt, kind=kind, **KINDS[kind])
+    x, ids, weights = batch(layer, 7)
+    assert_close(layer, x, ids, weights, run(kernel_of(layer), layer, x, ids, weights))
+
+
+@pytest.mark.parametrize("kind", problems.ROUTINGS)
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_routings(num_tokens, kind):
+    """33 tokens of one expert are five passes."""
+    layer = small()
+    x, ids, weights = batch(layer, num_tokens, kind=kind)
+    kernel = kernel_of(layer)
+    assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
+    assert not kernel._zeroed(x.device).any()  # ready for the next launch
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        replace(TILES, warps=10, split=True),
+        replace(TILES, buffers=1, slots=3, blocks13=1, blocks2=1),
+        replace(TILES, pass_tokens=16),
+        replace(TILES, warps=10, split=True, pass_tokens=16),
+    ],
+    ids=str,
+)
+def test_tiles_change_no_bit(tiles):
+    layer = small()
+    args = (layer, *batch(layer, 33, kind="power_law"))
+    assert torch.equal(run(kernel_of(layer, tiles=tiles), *args), run(kernel_of(layer), *args))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_delayed_asynchronous_operations_change_nothing(seed):
+    layer = small()
+    args = (layer, *batch(layer, 17))
+    assert torch.equal(run(kernel_of(layer, seed=seed), *args), run(kernel_of(layer), *args))
+
+
+def test_rows_alone_equal_those_rows_in_a_batch_and_runs_repeat():
+    layer = small()
+    x, ids, weights = batch(layer, 33)
+    kernel = kernel_of(layer)
+    whole = run(kernel, layer, x, ids, weights)
+    assert torch.equal(run(kernel, layer, x, ids, weights), whole)
+    for row in (0, 16, 32):
+        alone = run(kernel, layer, *(t[row : row + 1] for t in (x, ids, weights)))
+        assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38])
+def test_rows_without_an_expert_leak_nothing(garbage):
+    layer = small()
+    x, ids, weights = batch(layer, 17)
+    kernel = kernel_of(layer)
+    clean = run(kernel, layer, x, ids, weights)
+    pad = np.arange(17) % 3 == 1
+    x[torch.from_numpy(pad)], weights[pad], ids[pad] = garbage, garbage, -1
+    out = run(kernel, layer, x, ids, weights)
+    assert out[torch.from_numpy(pad)].eq(0).all()
+    assert torch.equal(out[torch.from_numpy(~pad)], clean[torch.from_numpy(~pad)])
+
+
+def test_expert_maps_count_from_global_ids():
+    layer = small()
+    x, ids, weights = batch(layer, 9)
+    expert_map = torch.full((9,), -1, dtype=torch.int32)
+    where = np.array([7, 2, 5, 0, 8])
+    expert_map[where] = torch.arange(5, dtype=torch.int32)
+    kernel = kernel_of(layer)
+    moved = run(kernel, layer, x, where[ids], weights, expert_map)
+    assert torch.equal(moved, run(kernel, layer, x, ids, weights))
+    elsewhere = where[ids]
+    elsewhere[:, 1] = 3  # of another rank
+    mine = np.where(np.arange(2) == 1, -1, ids)
+    out = run(kernel, layer, x, elsewhere, weights, expert_map)
+    assert_close(layer, x, mine, weights, out)
+
+
+def test_more_tokens_than_a_launch_takes(monkeypatch):
+    monkeypatch.setattr(host, "max_tokens", lambda problem: 8)
+    layer = small()
+    x, ids, weights = batch(layer, 19)
+    kernel = kernel_of(layer)
+    assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
+    assert len(kernel._launch.reports) == 3
+
+
+def test_long_rows_are_summed_slab_by_slab(monkeypatch):
+    monkeypatch.setattr(plan, "SLAB_K", 64)
+    layer = small(bias=True)
+    x, ids, weights = batch(layer, 9)
+    kernel = kernel_of(layer)
+    assert kernel.sizes.slabs == 2
+    assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
+
+
+def test_gate_and_up_have_a_global_scale_each():
+    base = small()
+    dec = base.w13.dec * np.array([[1.0, 3.0]], dtype=np.float32)
+    layer = replace(base, w13=replace(base.w13, dec=dec))
+    x, ids, weights = batch(layer, 4)
+    assert_close(layer, x, ids, weights, run(kernel_of(layer), layer, x, ids, weights))
+
+
+@pytest.mark.parametrize("fmt", FORMATS[:2])
+def test_zero_scales_are_zero_whatever_the_codes(fmt):
+    base = small(fmt)
+    sf = base.w13.sf.copy()
+    sf[:, ::3] = 0
+    layer = replace(base, w13=replace(base.w13, sf=sf))
+    x, ids, weights = batch(layer, 4)
+    assert_close(layer, x, ids, weights, run(kernel_of(layer), layer, x, ids, weights))
+
+
+def test_router_weight_on_the_input():
+    layer = small(weight_on_input=True)
+    x, ids, weights = batch(layer, 5, top_k=1)
+    weights = np.random.default_rng(0).uniform(0.2, 0.9, (5, 1)).astype(np.float32)
+    assert_close(layer, x, ids, weights, run(kernel_of(layer, 1), layer, x, ids, weights))
+
+
+def test_weights_read_the_same_bytes_each_time():
+    layer = small("mxfp4", kind="swigluoai", limit=7.0, bias=True)
+    kernel = kernel_of(layer)
+    first, second = (kernel.prepare(weights_of(layer)).tensors() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert Tiles() != TILES

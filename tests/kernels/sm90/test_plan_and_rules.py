@@ -1,0 +1,140 @@
+"""Plans, scales and refusals of the sm_90a backend; no emulator."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rubin_moe.arch import SM90A
+from rubin_moe.errors import FormatError, PlanError
+from rubin_moe.formats.spec import MXFP4, NVFP4_UE4M3, NVFP4_UE5M3
+from rubin_moe.kernels import registry, tuning
+from rubin_moe.kernels.activation import Activation
+from rubin_moe.kernels.base import MoEProblem, Target
+from rubin_moe.kernels.sm90 import choice, rules
+from rubin_moe.kernels.sm90.plan import DecodePlan, LayerSizes, Tiles, blocks_of, check, parts_of
+from rubin_moe.kernels.sm90.scales import kernel_scales
+from tests.oracles import quant
+
+HOPPER = Target("cuda", (9, 0), {"nvidia-cutlass-dsl": "4.8.1"})
+PUBLISHED = {
+    "gpt-oss": (128, 4, 2880, 2880, MXFP4),
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, NVFP4_UE4M3),
+    "DeepSeek-V3 TP8": (256, 8, 7168, 256, NVFP4_UE4M3),
+    "Mixtral": (8, 2, 4096, 14336, NVFP4_UE5M3),
+}
+
+
+def problem(sizes=(8, 8, 64, 32, NVFP4_UE4M3), **fields):
+    e, top_k, hidden, intermediate, fmt = sizes
+    base = {"num_experts": e, "global_num_experts": e, "top_k": top_k, "hidden": hidden}
+    more = {"intermediate": intermediate, "weight_format": fmt}
+    return MoEProblem(**{**base, **more, **fields})
+
+
+def test_hopper_gets_this_backend():
+    assert registry.select(problem(), HOPPER).backend == "sm90"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("num_tokens", [1, 16, 256, 5000])
+def test_published_shapes_have_a_plan(name, num_tokens):
+    plan = choice.choose(problem(PUBLISHED[name]), num_tokens)
+    assert plan.smem_bytes <= SM90A.smem_per_block
+    assert plan.max_pairs >= min(num_tokens * plan.sizes.top_k, 2048 - plan.sizes.top_k)
+    assert "pairs=" in str(rules.plan(problem(PUBLISHED[name]), num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"activation_format": "mxfp8"}, "16-bit activations"),
+        ({"dtype": "float32"}, "bfloat16 activations; the model's are float32"),
+        ({"num_experts": 2048}, "at most 1024 experts"),
+        ({"hidden": 16384}, "hidden 16384"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused_with_a_reason(fields, reason):
+    assert reason in (rules.why_not(problem(**fields), HOPPER) or "")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (10, 7), (12, 0)])
+def test_other_architectures_are_not_hopper(capability):
+    assert "compiled for sm_90a" in (rules.why_not(problem(), Target("cuda", capability)) or "")
+
+
+def test_a_missing_compiler_is_named():
+    assert "needs nvidia-cutlass-dsl" in (rules.why_not(problem(), Target("cuda", (9, 0))) or "")
+
+
+@pytest.mark.parametrize("k_blocks", range(1, 130))
+def test_parts_and_blocks_divide(k_blocks):
+    parts = parts_of(k_blocks)
+    assert k_blocks % parts == 0
+    for most in (1, 4, 9):
+        blocks = blocks_of(k_blocks, most)
+        assert 1 <= blocks <= most
+        assert k_blocks // parts % blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("tiles", "reason"),
+    [
+        (Tiles(31, 4, 9, 9), "bytes of shared memory"),
+        (Tiles(5, split=True), "do not share the warps"),
+        (Tiles(pass_tokens=12), "passes of 8 or 16"),
+        (Tiles(28, slots=1, split=True), "named barriers"),
+    ],
+)
+def test_tiles_that_cannot_be_built(tiles, reason):
+    sizes = LayerSizes(8, 2, 2048, 256, gated=True, exponent_only=False)
+    with pytest.raises(PlanError, match=reason):
+        check(DecodePlan(sizes, tiles, 512))
+
+
+@pytest.mark.parametrize(("fmt", "last"), [(NVFP4_UE4M3, 0x7E), (NVFP4_UE5M3, 0xEF), (MXFP4, 125)])
+def test_every_scale_survives_exactly(fmt, last):
+    """The kernel's value of a byte, as the hardware reads its bfloat16, times the factor."""
+    codes = torch.arange(0, last + 1, dtype=torch.uint8)
+    scales = kernel_scales(codes, fmt, "test")
+    field = scales.scale_bytes.to(torch.int32)
+    bits = field << 7 if fmt == MXFP4 else field * 16 + 0x6F80
+    value = (bits << 16).view(torch.float32).double() * 2.0**-126 * scales.factor
+    expected = quant.SCALES[quant.SCALE_TYPE[fmt.name]][codes.numpy()]
+    zero = np.zeros(len(codes), bool) if scales.zero is None else scales.zero.numpy()
+    assert np.array_equal(zero, expected == 0)
+    assert np.array_equal(value.numpy()[~zero], expected[~zero])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "codes", "reason"),
+    [
+        (NVFP4_UE4M3, [0x7F], "NaN"),
+        (NVFP4_UE5M3, [0xFF], "NaN"),
+        (MXFP4, [0xFF], "NaN"),
+        (NVFP4_UE5M3, [1, 0xFE], r"2\^-17 to 2\^16; .* hold 32 exponents"),
+        (MXFP4, [0, 254], "hold 126 exponents"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(fmt, codes, reason):
+    with pytest.raises(FormatError, match=f"experts.w2 of expert 3: .*{reason}"):
+        kernel_scales(torch.tensor(codes, dtype=torch.uint8), fmt, "experts.w2 of expert 3")
+
+
+def test_measured_tiles_are_nearest_in_log_space(tmp_path, monkeypatch):
+    shape = choice.shape_key(choice.sizes_of(problem()))
+    rows = [{"num_tokens": m, "tiles": {"warps": m}} for m in (1, 16, 256)]
+    (tmp_path / "sm90").mkdir()
+    (tmp_path / "sm90" / tuning.file_name(shape)).write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    tuning._rows.cache_clear()
+    found = [tuning.nearest("sm90", shape, m)["warps"] for m in (0, 3, 5, 60, 70, 10**6)]
+    assert found == [1, 1, 16, 16, 256, 256]
+    assert tuning.nearest("sm90", {**shape, "hidden": 48}, 1) is None
+    tuning._rows.cache_clear()
+
+
+def test_activation_is_part_of_the_kernel():
+    assert choice.choose(problem(), 1).sizes.gated
+    assert not choice.choose(problem(activation=Activation("relu2")), 1).sizes.gated
