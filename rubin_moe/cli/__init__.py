@@ -16,9 +16,11 @@ COMMANDS: dict[str, str] = {
     "check-port": "check_port",
     "convert": "convert",
     "demo": "demo",
+    "diff": "diff",
     "doctor": "doctor",
     "emulate": "emulate",
     "eval": "eval",
+    "inspect": "inspect",
     "select": "select",
 }
 """Command name -> module of this package."""

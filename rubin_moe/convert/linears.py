@@ -12,7 +12,7 @@ from rubin_moe.convert.output import OutTensor, Shape, leaves, stores_divisor
 from rubin_moe.convert.plan import Bundle, CopyGroup, LinearGroup
 from rubin_moe.errors import CheckpointError, ConvertError
 from rubin_moe.loader.checkpoint import TensorEntry
-from rubin_moe.loader.dense import FP8_LEAVES, needed_leaves
+from rubin_moe.loader.dense_leaves import FP8_LEAVES, needed_leaves
 from rubin_moe.loader.dialect import LEAVES, Dialect, Reading
 from rubin_moe.loader.dialects import identify
 from rubin_moe.loader.load import ModelCheckpoint

@@ -18,7 +18,8 @@ from rubin_moe.errors import CheckpointError, ConvertError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.loader.assemble import ExpertAssembler
 from rubin_moe.loader.checkpoint import TensorEntry
-from rubin_moe.loader.dense import dense, needed_leaves
+from rubin_moe.loader.dense import dense
+from rubin_moe.loader.dense_leaves import needed_leaves
 from rubin_moe.loader.dialect import Dialect, Stacking
 from rubin_moe.loader.load import ModelCheckpoint
 from rubin_moe.loader.names import ExpertSlot, parse

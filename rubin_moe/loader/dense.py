@@ -4,54 +4,21 @@ Experts stay as they are stored; this is for the attention and head matrices of 
 (FP4 in the dialects of `dialects`, FP8 per tensor, per channel or per block).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from rubin_moe.errors import CheckpointError
 from rubin_moe.formats.quantize import dequantize
-from rubin_moe.loader.dialect import Dialect, Ignored, Reading
-
-FP8_LEAVES = {
-    "weight": ("F8_E4M3",),
-    "weight_scale": ("F32", "BF16"),
-    "weight_scale_inv": ("F32", "BF16"),
-    "input_scale": ("F32", "BF16"),
-}
-"""Leaves of FP8 matrices. ``weight_scale`` and ``weight_scale_inv`` both multiply: the latter is
-DeepSeek's name for block scales."""
-
-
-def needed_leaves(dialect: Dialect | None, stored: Iterable[str]) -> frozenset[str]:
-    """Which of the stored leaves `dense` reads; ``dialect`` None stands for FP8.
-
-    Raises:
-        CheckpointError: a leaf that nobody knows.
-    """
-    needed = set()
-    for leaf in stored:
-        if leaf == "bias":  # the layer's own
-            continue
-        if dialect is None:
-            if leaf not in FP8_LEAVES:
-                raise CheckpointError(f"{leaf}: unknown beside an FP8 weight")
-            if leaf != "input_scale":
-                needed.add(leaf)
-            continue
-        reading = dialect.read(leaf)
-        if reading is None:
-            raise CheckpointError(f"{leaf}: unknown to {dialect}")
-        if isinstance(reading, Reading) and reading.part != "input_dec":
-            needed.add(leaf)
-    return frozenset(needed)
+from rubin_moe.loader.dialect import Dialect, Ignored
 
 
 def dense(dialect: Dialect | None, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """float32 ``[N, K]`` of one matrix.
 
     Args:
-        dialect: None for FP8. tensors: leaf -> stored tensor, as `needed_leaves` lists them.
+        dialect: None for FP8. tensors: leaf -> stored tensor (`dense_leaves`).
         name: for messages.
 
     Raises:

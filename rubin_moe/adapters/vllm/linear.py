@@ -13,7 +13,8 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from rubin_moe.errors import CheckpointError
-from rubin_moe.loader.dense import dense, needed_leaves
+from rubin_moe.loader.dense import dense
+from rubin_moe.loader.dense_leaves import needed_leaves
 from rubin_moe.loader.dialect import Dialect
 
 _WEIGHT = "weight"
