@@ -30,20 +30,23 @@ TOKENS = (1, 4, 16, 64, 256)
 WORST_ERROR = 4e-3  # relative; bfloat16 between the GEMMs and in the output gives about 2.5e-3
 CANDIDATES = {
     "qwen3": [
-        Tiles(24, 2, 4, 4), Tiles(16, 3, 4, 4), Tiles(12, 2, 8, 4),
-        Tiles(24, 2, 4, 4, split=True), Tiles(16, 2, 4, 4, pass_tokens=16),
+        Tiles(24, 2, 4, 4), Tiles(16, 3, 4, 4), Tiles(20, 3, 4, 4),
+        Tiles(24, 2, 4, 4, split=True),
+        Tiles(16, 2, 4, 4, pass_tokens=16), Tiles(20, 2, 4, 4, pass_tokens=16, buffers=1),
+        Tiles(16, 2, 4, 4, pass_tokens=24, buffers=1),
     ],
     "gptoss": [
-        Tiles(12, 2, 9, 9), Tiles(20, 3, 3, 3), Tiles(20, 2, 3, 3, split=True),
+        Tiles(12, 2, 9, 9), Tiles(24, 3, 3, 3), Tiles(15, 2, 9, 9, split=True, buffers=1),
         Tiles(12, 2, 9, 9, pass_tokens=16, buffers=1),
+        Tiles(24, 3, 3, 3, pass_tokens=16, buffers=1),
     ],
     "dsv3tp8": [
         Tiles(20, 2, 4, 2, buffers=1), Tiles(12, 2, 7, 2, buffers=1),
-        Tiles(20, 2, 4, 2, split=True, buffers=1),
+        Tiles(16, 2, 4, 2, buffers=1), Tiles(20, 2, 4, 2, split=True, buffers=1),
     ],
     "mixtral": [
-        Tiles(16, 2, 4, 4), Tiles(20, 2, 4, 4), Tiles(16, 2, 4, 4, split=True),
-        Tiles(16, 2, 4, 4, pass_tokens=16, buffers=1),
+        Tiles(20, 2, 4, 4), Tiles(16, 2, 4, 4), Tiles(16, 2, 4, 4, split=True),
+        Tiles(20, 2, 4, 4, pass_tokens=16, buffers=1),
     ],
 }  # fmt: skip
 
@@ -62,7 +65,9 @@ def worth(tiles: Tiles, num_tokens: int) -> bool:
     """Splits are for few tokens, wide passes for many."""
     if tiles.split:
         return num_tokens <= 16
-    return num_tokens >= 64 if tiles.pass_tokens > 8 else True
+    if tiles.pass_tokens > 8:
+        return num_tokens >= 64
+    return True
 
 
 def compile_one(job: tuple[str, DecodePlan]) -> str:

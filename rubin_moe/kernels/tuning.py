@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "configs" / "tuning"
 
 def file_name(shape: Mapping[str, int]) -> str:
     """Name of a shape's file."""
-    return ",".join(f"{key}={value}" for key, value in shape.items()) + ".json"
+    return "_".join(f"{key}-{value}" for key, value in shape.items()) + ".json"
 
 
 def nearest(arch: str, shape: Mapping[str, int], num_tokens: int) -> dict[str, Any] | None:

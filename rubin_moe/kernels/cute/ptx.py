@@ -241,6 +241,13 @@ def rcp_approx(x) -> Float32:
     )
 
 
+def div_u32(x, y) -> Int32:
+    """Quotient of numbers that are not negative; ``//`` on signed ones also rounds down."""
+    return inline_ptx(
+        "div.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[x, y]
+    )
+
+
 def div(x, y) -> Float32:
     """Correctly rounded."""
     return inline_ptx(
@@ -335,6 +342,23 @@ def shuffle_up(value, distance: int) -> Int32:
     )
 
 
+def broadcast(value, lane: int) -> Int32:
+    """One lane's value to its whole warp."""
+    return inline_ptx(
+        f"shfl.sync.idx.b32 {{$w0}}, {{$r0}}, {lane}, 31, -1;",
+        write_only_types=[Int32],
+        read_only_args=[value],
+    )
+
+
+def broadcast_f32(value, lane: int) -> Float32:
+    return inline_ptx(
+        f"shfl.sync.idx.b32 {{$w0}}, {{$r0}}, {lane}, 31, -1;",
+        write_only_types=[Float32],
+        read_only_args=[value],
+    )
+
+
 def mma_bf16(c, a, b0, b1) -> list[Float32]:
     """c + a b: rows x tokens m16n8, K = 16; c four values, a four registers."""
     return list(
@@ -416,7 +440,7 @@ def load_acquire(address) -> Int32:
 def add_release(address, value):
     """Orders this thread's earlier accesses, and those it has seen, before the atomic addition."""
     inline_ptx(
-        "fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [{$r0}], {$r1};",
+        "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [{$r0}], {$r1};",
         read_only_args=[address, value],
     )
 
@@ -445,4 +469,26 @@ def maximum(x, y) -> Float32:
     """NaN if either is."""
     return inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
+
+
+# ---- lanes with equal values
+
+
+def match_any(value) -> Uint32:
+    """Mask of the warp's lanes that hold the same 32 bits."""
+    return inline_ptx(
+        "match.any.sync.b32 {$w0}, {$r0}, -1;", write_only_types=[Uint32], read_only_args=[value]
+    )
+
+
+def count_ones(x) -> Int32:
+    return inline_ptx("popc.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def store_shared_b16(address, value):
+    """The low half of a 32-bit register."""
+    inline_ptx(
+        "{\n.reg .b16 t;\ncvt.u16.u32 t, {$r1};\nst.shared.b16 [{$r0}], t;\n}",
+        read_only_args=[address, value],
     )

@@ -8,7 +8,7 @@ from rubin_moe.kernels import tuning
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.sm90.plan import MAX_PAIRS, DecodePlan, LayerSizes, Tiles, check
 
-BUCKETS = (64, 512, MAX_PAIRS)  # of pairs: the routing tables' sizes that kernels are built for
+BUCKETS = (512, MAX_PAIRS)  # of pairs: the routing tables' sizes that kernels are built for
 _DEFAULTS = tuple(
     Tiles(warps, 2, blocks, blocks, False, 8, buffers)
     for buffers in (2, 1)

@@ -22,7 +22,7 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.cute import ptx
 from rubin_moe.kernels.sm90.activate import activate
 from rubin_moe.kernels.sm90.dequant import pairs, scale_pairs
-from rubin_moe.kernels.sm90.plan import DecodePlan
+from rubin_moe.kernels.sm90.plan import FREE_BARRIER, DecodePlan
 from rubin_moe.kernels.sm90.route import Router, count_of, expert_of, first_of
 from rubin_moe.kernels.sm90.stream import Stream
 
@@ -261,12 +261,13 @@ class DecodeMoe:
                     turn += 1
                     index += 1
                 self.await_tokens(smem, turn)
+                scales = self.scales1(smem, lane, tile, index, alpha13, bias13)
                 total, state, read = self.tile(
                     smem, warp, lane, turn, work, item, w13, w2, first1, first2, items1, items,
                     state, read, True,
                 )  # fmt: skip
                 if work % plan.split13 == 0:
-                    self.finish1(smem, lane, total, tile, index, alpha13, bias13, h)
+                    self.finish1(smem, lane, total, tile, index, scales, h)
                     ready += 1
                 item += 1
             self.publish(lane, counters, index, ready)
@@ -274,6 +275,9 @@ class DecodeMoe:
                 self.leave_tokens(smem, lane, turn)
                 turn += 1
                 index += 1
+        if cutlass.const_expr(plan.split13 != plan.split2):
+            # other groups now, and they may not overwrite what the old ones still read
+            ptx.barrier_sync(FREE_BARRIER, 32 * warps)
         if first2 < last2:
             index = first2 // sizes.tiles2
             item = Int32(items1)
@@ -285,12 +289,13 @@ class DecodeMoe:
                     turn += 1
                     index += 1
                 self.await_tokens(smem, turn)
+                scales = self.scales2(smem, lane, tile, index, alpha2, bias2, weights)
                 total, state, read = self.tile(
-                    smem, warp, lane, turn, work, item, w13, w2, first1, first2, items1, items,
-                    state, read, False,
+                    smem, warp, lane, turn, work, item - items1, w13, w2, first1, first2, items1,
+                    items, state, read, False,
                 )  # fmt: skip
                 if work % plan.split2 == 0:
-                    self.finish2(smem, lane, total, tile, index, alpha2, bias2, weights, partial)
+                    self.finish2(smem, lane, total, tile, index, scales, partial)
                 item += 1
             while index <= (last2 - 1) // sizes.tiles2:
                 self.leave_tokens(smem, lane, turn)
@@ -401,21 +406,29 @@ class DecodeMoe:
     # ---- epilogues
 
     @cute.jit
-    def finish1(self, smem, lane, total, tile, index, alpha13, bias13, h):
-        """Real units, bias, activation, bfloat16; rows g and g + 8 are gate and up of a feature."""
-        plan = self.plan
-        sizes = plan.sizes
-        word = ptx.load_shared_s32(smem + plan.offsets["passes"] + 4 * index)
+    def scales1(self, smem, lane, tile, index, alpha13, bias13):
+        """Alphas and biases of rows g and g + 8, loaded before the tile so that nothing waits."""
+        sizes = self.plan.sizes
+        word = ptx.load_shared_s32(smem + self.plan.offsets["passes"] + 4 * index)
         expert = expert_of(word)
-        row_tile = tile - index * sizes.tiles13
         low = ptx.load_f32(alpha13 + Int64(expert) * 8)
         high = ptx.load_f32(alpha13 + Int64(expert) * 8 + 4)
         bias_low = Float32(0.0)
         bias_high = Float32(0.0)
         if cutlass.const_expr(self.bias):
-            at = bias13 + Int64((expert * sizes.tiles13 + row_tile) * 16 + (lane >> 2)) * 4
+            row = expert * sizes.tiles13 + (tile - index * sizes.tiles13)
+            at = bias13 + Int64(row * 16 + (lane >> 2)) * 4
             bias_low = ptx.load_f32(at)
             bias_high = ptx.load_f32(at + 32)
+        return word, low, high, bias_low, bias_high
+
+    @cute.jit
+    def finish1(self, smem, lane, total, tile, index, scales, h):
+        """Real units, bias, activation, bfloat16; rows g and g + 8 are gate and up of a feature."""
+        plan = self.plan
+        sizes = plan.sizes
+        word, low, high, bias_low, bias_high = scales
+        row_tile = tile - index * sizes.tiles13
         for i in cutlass.range_constexpr(2 * self.tiles_n):
             column = 8 * (i // 2) + 2 * (lane & 3) + i % 2
             if column < count_of(word):
@@ -437,30 +450,45 @@ class DecodeMoe:
                     ptx.store_b16(row + Int64(feature + 8) * 2, ptx.pack_bf16x2(second, second))
 
     @cute.jit
-    def finish2(self, smem, lane, total, tile, index, alpha2, bias2, weights, partial):
-        """Real units, bias (once), the router's weight; float32 to the pair's own row."""
+    def scales2(self, smem, lane, tile, index, alpha2, bias2, weights):
+        """Alpha, biases (in the first slab only), and of each column its pair and weight."""
         plan = self.plan
         sizes = plan.sizes
         number = index // sizes.slabs
-        slab = index - number * sizes.slabs
         word = ptx.load_shared_s32(smem + plan.offsets["passes"] + 4 * number)
         expert = expert_of(word)
-        feature = (tile - index * sizes.tiles2) * 16 + (lane >> 2)
         alpha = ptx.load_f32(alpha2 + Int64(expert) * 4)
         bias_low = Float32(0.0)
         bias_high = Float32(0.0)
         if cutlass.const_expr(self.bias):  # noqa: SIM102  decided when compiling
-            if slab == 0:
+            if index == number * sizes.slabs:
+                feature = (tile - index * sizes.tiles2) * 16 + (lane >> 2)
                 at = bias2 + (Int64(expert) * sizes.hidden + Int64(feature)) * 4
                 bias_low = ptx.load_f32(at)
                 bias_high = ptx.load_f32(at + 32)
+        columns = []
         for i in cutlass.range_constexpr(2 * self.tiles_n):
             column = 8 * (i // 2) + 2 * (lane & 3) + i % 2
+            pair = Int32(-1)
+            weight = Float32(0.0)
             if column < count_of(word):
                 pair = ptx.load_shared_s32(
                     smem + plan.offsets["pairs"] + 4 * (first_of(word) + column)
                 )
                 weight = ptx.load_f32(weights + Int64(pair) * 4)
+            columns.append((pair, weight))
+        return alpha, bias_low, bias_high, columns
+
+    @cute.jit
+    def finish2(self, smem, lane, total, tile, index, scales, partial):
+        """Real units, bias (once), the router's weight; float32 to the pair's own row."""
+        sizes = self.plan.sizes
+        alpha, bias_low, bias_high, columns = scales
+        slab = index % sizes.slabs
+        feature = (tile - index * sizes.tiles2) * 16 + (lane >> 2)
+        for i in cutlass.range_constexpr(2 * self.tiles_n):
+            pair, weight = columns[i]
+            if pair >= 0:
                 row = Int64(pair) * sizes.slabs + Int64(slab)
                 row = partial + (row * sizes.hidden + Int64(feature)) * 4
                 upper = total[4 * (i // 2) + i % 2]

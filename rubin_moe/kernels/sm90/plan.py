@@ -17,6 +17,7 @@ SLAB_K = 4096  # FC2 sums longer rows slab by slab, since its tokens lie in shar
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 MAX_PAIRS = 2048  # (token, choice) pairs of a launch: the routing lies in shared memory
 MAX_HIDDEN = 8192
+FREE_BARRIER = 15  # barrier 0 is the block's, those below are the groups' of a split
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Tiles:
     Attributes:
         warps: consumers; slots: of each one's ring; blocks13, blocks2: a slot holds at most these.
         split: the parts of K go to neighbouring warps instead of one after another.
-        pass_tokens: 8 or 16; buffers: of tokens, 1 or 2.
+        pass_tokens: 8, 16 or 24; buffers: of tokens, 1 or 2.
     """
 
     warps: int = 16
@@ -161,6 +162,11 @@ class DecodePlan:
         return experts + self.max_pairs // self.tiles.pass_tokens
 
     @property
+    def segments(self) -> int:
+        """Of the pairs, each ranked by a warp."""
+        return min(8, self.tiles.warps + 1)
+
+    @property
     def groups(self) -> int:
         """Of 32 experts."""
         return -(-self.sizes.num_experts // 32)
@@ -181,6 +187,8 @@ class DecodePlan:
             ("ids", 4 * self.max_pairs),
             ("pairs", 4 * self.max_pairs),
             ("passes", 4 * self.max_passes),
+            ("segments", 2 * self.segments * self.sizes.num_experts),
+            ("first", 4 * self.sizes.num_experts),
             ("groups", 4 * self.groups),
             ("last", 4),
         ):
@@ -210,10 +218,10 @@ def check(plan: DecodePlan) -> DecodePlan:
         raise PlanError(f"{plan}: {SM90A.smem_per_block} bytes of shared memory are there")
     if t.warps % plan.split13 or t.warps % plan.split2:
         raise PlanError(f"{plan}: parts {plan.split13} and {plan.split2} do not share the warps")
-    if t.split and t.warps // plan.split13 + t.warps // plan.split2 > 15:
-        raise PlanError(f"{plan}: more than 15 named barriers")
-    if not 1 <= t.warps <= 31 or t.pass_tokens not in (8, 16) or t.buffers not in (1, 2):
-        raise PlanError(f"{plan}: 1 to 31 warps, passes of 8 or 16 tokens, 1 or 2 buffers")
+    if t.split and t.warps // plan.split13 + t.warps // plan.split2 > FREE_BARRIER - 1:
+        raise PlanError(f"{plan}: more than {FREE_BARRIER - 1} groups of warps")
+    if not 1 <= t.warps <= 31 or t.pass_tokens not in (8, 16, 24) or t.buffers not in (1, 2):
+        raise PlanError(f"{plan}: 1 to 31 warps, passes of 8, 16 or 24 tokens, 1 or 2 buffers")
     if plan.max_pairs > MAX_PAIRS or plan.max_pairs % 4:
         raise PlanError(f"{plan}: at most {MAX_PAIRS} pairs, a multiple of 4")
     return plan

@@ -2,15 +2,19 @@
 
 A pass is at most ``pass_tokens`` pairs (token x top_k + choice) of one expert; its word holds the
 expert from bit 16, its first place in the sorted list of pairs from bit 5, their number below.
-Pairs keep their order within an expert, so all blocks make the same list.
+Pairs keep their order within an expert, so all blocks make the same list: a warp takes a segment
+of the pairs, 32 at a time, and counts an expert's earlier ones with a match of the lanes and a
+table; a thread an expert adds the segments up.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 from rubin_moe.kernels.cute import ptx
 from rubin_moe.kernels.sm90.plan import DecodePlan
+
+EXPERT_BITS = 10  # of a pair's word: its place among its segment's pairs of that expert above
 
 
 def expert_of(word):
@@ -31,6 +35,7 @@ class Router:
     def __init__(self, plan: DecodePlan):
         self.plan = plan
         self.size = plan.tiles.pass_tokens
+        self.num_experts = plan.sizes.num_experts
 
     @cute.jit
     def route(self, smem, thread, warp, lane, ids, expert_map, num_pairs) -> Int32:
@@ -40,20 +45,13 @@ class Router:
         is no local expert becomes -1.
         """
         plan = self.plan
-        table = smem + plan.offsets["ids"]
-        num_experts = plan.sizes.num_experts
-        padded = (num_pairs + 3) & -4
-        i = Int32(thread)
-        while i < padded:
-            expert = Int32(-1)
-            if i < num_pairs:
-                expert = ptx.load_s32(ids + Int64(i) * 4)
-                if expert_map != 0 and expert >= 0:
-                    expert = ptx.load_s32(expert_map + Int64(expert) * 4)
-                if expert >= num_experts or expert < 0:
-                    expert = Int32(-1)
-            ptx.store_shared_b32(table + 4 * i, expert)
-            i += plan.threads
+        self.load(smem, thread, ids, expert_map, num_pairs)
+        cute.arch.sync_threads()
+        segment = ((num_pairs + (32 * plan.segments - 1)) // (32 * plan.segments)) * 32
+        end = (warp + 1) * segment
+        end = end if end < num_pairs else num_pairs
+        if warp < plan.segments:
+            self.rank(smem, warp, lane, warp * segment, end)
         cute.arch.sync_threads()
         warps = plan.tiles.warps + 1
         rounds = -(-plan.groups // warps)
@@ -61,7 +59,7 @@ class Router:
         counts = []
         for r in cutlass.range_constexpr(rounds):
             group = warp + warps * r
-            count = self.count(table, padded, group * 32 + lane)
+            count = self.add_segments(smem, group * 32 + lane)
             packed = (count << 16) | ((count + (self.size - 1)) // self.size)
             total = self.inclusive(packed, lane)
             if group < plan.groups and lane == 31:
@@ -73,22 +71,69 @@ class Router:
             group = warp + warps * r
             before = scans[r] + self.groups_before(smem, group)
             if counts[r] > 0:
-                self.list_pairs(smem, padded, group * 32 + lane, before, counts[r])
+                self.list_passes(smem, group * 32 + lane, before, counts[r])
         passes = self.groups_before(smem, Int32(plan.groups)) & 0xFFFF
+        cute.arch.sync_threads()
+        if warp < plan.segments:
+            self.place(smem, warp, lane, warp * segment, end)
         cute.arch.sync_threads()
         return passes
 
     @cute.jit
-    def count(self, table, padded, expert) -> Int32:
-        """Pairs of one expert."""
-        count = Int32(0)
-        i = Int32(0)
-        while i < padded:
-            four = ptx.load_shared_v4(table + 4 * i)
-            for j in cutlass.range_constexpr(4):
-                count += Int32(1) if Int32(four[j]) == expert else Int32(0)
-            i += 4
-        return count
+    def load(self, smem, thread, ids, expert_map, num_pairs):
+        """Ids to shared memory, and zeros to the table of segments."""
+        plan = self.plan
+        i = Int32(thread)
+        while i < num_pairs:
+            expert = ptx.load_s32(ids + Int64(i) * 4)
+            if expert_map != 0 and expert >= 0:
+                expert = ptx.load_s32(expert_map + Int64(expert) * 4)
+            if expert >= self.num_experts or expert < 0:
+                expert = Int32(-1)
+            ptx.store_shared_b32(smem + plan.offsets["ids"] + 4 * i, expert)
+            i += plan.threads
+        i = Int32(thread)
+        while i < (plan.segments * self.num_experts + 1) // 2:
+            ptx.store_shared_b32(smem + plan.offsets["segments"] + 4 * i, Int32(0))
+            i += plan.threads
+
+    @cute.jit
+    def rank(self, smem, warp, lane, start, end):
+        """One segment: each pair's place among the segment's pairs of its expert, from bit 10 of
+        its word; the expert's number of them to the table."""
+        table = smem + self.plan.offsets["segments"] + 2 * self.num_experts * warp
+        below = (Uint32(1) << Uint32(lane)) - Uint32(1)
+        i = start + lane
+        while i - lane < end:
+            expert = Int32(-1)
+            if i < end:
+                expert = ptx.load_shared_s32(smem + self.plan.offsets["ids"] + 4 * i)
+            same = ptx.match_any(expert)
+            earlier = ptx.count_ones(same & below)
+            entry = table + (2 * expert if expert >= 0 else Int32(0))
+            before = Int32(ptx.load_shared_u16(entry))
+            cute.arch.sync_warp()
+            if expert >= 0:
+                word = ((before + earlier) << EXPERT_BITS) | expert
+                ptx.store_shared_b32(smem + self.plan.offsets["ids"] + 4 * i, word)
+                if earlier == 0:
+                    ptx.store_shared_b16(entry, before + ptx.count_ones(same))
+            cute.arch.sync_warp()
+            i += 32
+
+    @cute.jit
+    def add_segments(self, smem, expert) -> Int32:
+        """Pairs of one expert; the table then says how many the segments before have."""
+        total = Int32(0)
+        if expert < self.num_experts:
+            table = smem + self.plan.offsets["segments"] + 2 * expert
+            found = []
+            for s in cutlass.range_constexpr(self.plan.segments):
+                found.append(Int32(ptx.load_shared_u16(table + 2 * self.num_experts * s)))
+            for s in cutlass.range_constexpr(self.plan.segments):
+                ptx.store_shared_b16(table + 2 * self.num_experts * s, total)
+                total += found[s]
+        return total
 
     @cute.jit
     def inclusive(self, value, lane) -> Int32:
@@ -101,17 +146,17 @@ class Router:
     @cute.jit
     def groups_before(self, smem, group) -> Int32:
         total = Int32(0)
-        i = Int32(0)
-        while i < group and i < self.plan.groups:
-            total += ptx.load_shared_s32(smem + self.plan.offsets["groups"] + 4 * i)
-            i += 1
+        for i in cutlass.range_constexpr(self.plan.groups):
+            value = ptx.load_shared_s32(smem + self.plan.offsets["groups"] + 4 * i)
+            total += value if i < group else Int32(0)
         return total
 
     @cute.jit
-    def list_pairs(self, smem, padded, expert, before, count):
-        """One expert's passes and pairs; ``before``: pairs << 16 | passes of the experts before."""
+    def list_passes(self, smem, expert, before, count):
+        """One expert's passes; ``before``: pairs << 16 | passes of the experts before."""
         first = before >> 16
         word = smem + self.plan.offsets["passes"] + 4 * (before & 0xFFFF)
+        ptx.store_shared_b32(smem + self.plan.offsets["first"] + 4 * expert, first)
         at = Int32(0)
         while at < count:
             left = count - at
@@ -119,12 +164,19 @@ class Router:
             ptx.store_shared_b32(word, (expert << 16) | ((first + at) << 5) | size)
             word += 4
             at += self.size
-        place = smem + self.plan.offsets["pairs"] + 4 * first
-        i = Int32(0)
-        while i < padded:
-            four = ptx.load_shared_v4(smem + self.plan.offsets["ids"] + 4 * i)
-            for j in cutlass.range_constexpr(4):
-                if Int32(four[j]) == expert:
-                    ptx.store_shared_b32(place, i + j)
-                    place += 4
-            i += 4
+
+    @cute.jit
+    def place(self, smem, warp, lane, start, end):
+        """One segment's pairs to their places in the sorted list."""
+        at = self.plan.offsets
+        i = start + lane
+        while i < end:
+            word = ptx.load_shared_s32(smem + at["ids"] + 4 * i)
+            if word >= 0:
+                expert = word & ((1 << EXPERT_BITS) - 1)
+                place = ptx.load_shared_s32(smem + at["first"] + 4 * expert)
+                table = smem + at["segments"] + 2 * self.num_experts * warp
+                place += Int32(ptx.load_shared_u16(table + 2 * expert))
+                place += word >> EXPERT_BITS
+                ptx.store_shared_b32(smem + at["pairs"] + 4 * place, i)
+            i += 32
