@@ -135,7 +135,7 @@ class GatherGemmSwiglu:
         acc_parity = Int32(0)
         tile = Int32(bid)
         while tile < total:
-            item = tile // row_tiles
+            item = ptx.div_u32(tile, row_tiles)
             base = work + Int64(item) * WORK_BYTES
             expert = ptx.load_s32(base)
             first = ptx.load_s32(base + 4)

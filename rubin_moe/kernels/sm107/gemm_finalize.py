@@ -7,7 +7,7 @@ slot of its own and an ordered sum follows; atomic: added to the token's row at 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from rubin_moe.kernels.cute import ptx
 from rubin_moe.kernels.sm107 import plan as plans
@@ -119,7 +119,7 @@ class GemmFinalize:
         acc_parity = Int32(0)
         tile = Int32(bid)
         while tile < total:
-            item = tile // row_tiles
+            item = ptx.div_u32(tile, row_tiles)
             base = work + Int64(item) * WORK_BYTES
             expert = ptx.load_s32(base)
             first = ptx.load_s32(base + 4)
@@ -132,13 +132,18 @@ class GemmFinalize:
             column = Int32(0)
             while column < count:
                 values = ptx.tmem_load("32x32b", SUBTILE, [columns + column], SUBTILE)
+                mine = Int32(0)  # this lane's token: where it goes and what it weighs
+                weight = Float32(0.0)
+                if column + lane < count:
+                    row = Int64(first + column + lane) * 4
+                    mine = ptx.load_s32(out_row + row)
+                    weight = ptx.load_f32(router_weight + row)
+                left = count - column if feature < features else Int32(0)
                 for i in cutlass.range_constexpr(SUBTILE):
-                    if column + i < count and feature < features:
-                        row = Int64(first + column + i)
-                        weight = ptx.load_f32(router_weight + row * 4)
-                        target = ptx.load_s32(out_row + row * 4)
-                        address = out + (Int64(target) * Int64(features) + Int64(feature)) * 4
-                        value = ptx.as_f32(values[i]) * factor * weight
+                    target = Int64(ptx.broadcast(mine, i))
+                    value = ptx.as_f32(values[i]) * factor * ptx.broadcast_f32(weight, i)
+                    address = out + (target * Int64(features) + Int64(feature)) * 4
+                    if i < left:
                         if cutlass.const_expr(self.atomic):
                             ptx.add_f32(address, value)
                         else:

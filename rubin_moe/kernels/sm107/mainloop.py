@@ -84,7 +84,7 @@ class Mainloop:
             total = ptx.load_s32(num_work) * row_tiles
             tile = Int32(bid)
             while tile < total:
-                item = tile // row_tiles
+                item = ptx.div_u32(tile, row_tiles)
                 expert = ptx.load_s32(work + Int64(item) * WORK_BYTES)
                 first = Int64(expert) * row_tiles + (tile - item * row_tiles)
                 source = weights + first * k_tiles * plans.WEIGHT_STAGE_BYTES
@@ -128,7 +128,7 @@ class Mainloop:
         group = thread & 3
         tile = Int32(bid)
         while tile < total:
-            item = work + Int64(tile // row_tiles) * WORK_BYTES
+            item = work + Int64(ptx.div_u32(tile, row_tiles)) * WORK_BYTES
             first = ptx.load_s32(item + 4)
             count = ptx.load_s32(item + 8)
             code_source, code_bytes = self.rows(
@@ -222,7 +222,7 @@ class Mainloop:
             sfb = tmem + plan.tmem.start("sfb")
             tile = Int32(bid)
             while tile < total:
-                count = ptx.load_s32(work + Int64(tile // row_tiles) * WORK_BYTES + 8)
+                count = ptx.load_s32(work + Int64(ptx.div_u32(tile, row_tiles)) * WORK_BYTES + 8)
                 idesc = Int32(plan.idesc) | ((((count + 15) & -16) >> 3) << 17)
                 ptx.mbarrier_wait(bars.acc_empty + 8 * acc, acc_parity)
                 ptx.tcgen05_fence_after()

@@ -1,0 +1,45 @@
+"""A sample of the grid; `scripts/sm107_grid.py` runs all of it."""
+
+import pytest
+
+from rubin_moe.emulation import EmulatorLauncher
+
+from .grid import GridCase, GridProblem, cases
+
+SAMPLE = [
+    GridCase("ue4m3", 23, 9, "some_empty", 352, 352),
+    GridCase("ue4m3", 64, 1, "all", 256, 256),
+    GridCase("ue5m3", 129, 9, "all_to_one", 256, 256),
+    GridCase("ue5m3", 16, 4, "random", 2880, 96),
+]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_accumulators_are_exact_and_codes_follow(case):
+    problem = GridProblem(case)
+    out = problem.run(EmulatorLauncher())
+    equal, accumulators = problem.accumulators_equal(out)
+    assert equal == accumulators
+    codes = problem.compare_codes(out)
+    assert codes.passed, codes
+    assert codes.elements - codes.bit_equal <= 1e-3 * codes.elements
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_schedule_gives_the_same_bytes(seed):
+    problem = GridProblem(SAMPLE[0])
+    assert problem.run(EmulatorLauncher(seed)).equal(problem.run(EmulatorLauncher()))
+
+
+def test_the_sample_is_of_the_grid():
+    assert set(SAMPLE) <= set(cases())
+
+
+def test_a_changed_weight_is_seen():
+    """The comparisons can fail: one code of the first expert's gate changes its sign."""
+    problem = GridProblem(SAMPLE[1])
+    problem.w13[0].qdata[3, 5] ^= 8
+    out = problem.run(EmulatorLauncher())
+    equal, accumulators = problem.accumulators_equal(out)
+    assert 0 < accumulators - equal <= 64
+    assert not problem.compare_codes(out).passed
