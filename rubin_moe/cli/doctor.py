@@ -54,11 +54,11 @@ def _ranged(
 
 CHECKS = (
     _ranged("torch", "backend", (2, 11), (2, 15), "cpu"),
-    _ranged("numba", "fast CPU kernels", (0, 60), (1,), "cpu"),
+    _ranged("llvmlite", "CPU backend and emulator", (0, 43), (1,), "cpu"),
     _ranged("vllm", "serving in vLLM", (0, 26), (0, 34), "vllm"),
     _ranged("nvidia-cutlass-dsl", "sm_90a and sm_107a kernels", (4, 8, 1), (4, 9), "cute"),
     _ranged("triton", "portable GPU kernels", (3, 6), (4,), "triton"),
-    _ranged("llvmlite", "emulator", (0, 43), (1,), "emulator"),
+    _ranged("numba", "emulator", (0, 60), (1,), "emulator"),
 )
 
 
