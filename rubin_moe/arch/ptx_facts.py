@@ -30,13 +30,17 @@ class Instruction:
 
 @dataclass(frozen=True)
 class MmaFact:
-    """One ``tcgen05.mma``: kind, what its static descriptor decodes to, and how N is made."""
+    """One ``tcgen05.mma``: kind, what its static descriptor decodes to, and how N is made.
+
+    ``shifted_ids``: scale ids are shifted in from an address; ``masked_ids``: and masked.
+    """
 
     kind: str
     cta_group: int
     decoded: Decoded | None
     word: int | None
     runtime_n: bool
+    shifted_ids: bool
     masked_ids: bool
 
 
@@ -108,20 +112,30 @@ def _mma(ins: Instruction, defs: dict[str, list[Instruction]], arch: ArchSpec) -
             continue
         if found.m and (decoded is None or not (found.a_negate or found.b_negate)):
             word, decoded = candidate, found
-    shifts = [i for i in chain if i.opcode.startswith("shl") and i.operands[-1] in ("17", "14")]
-    masks = {i.operands[-1] for i in chain if i.opcode.startswith("and")}
+    made = list(_chain(ins.operands[3], defs, _ARITHMETIC))
+    shifts = [i for i in made if i.opcode.startswith("shl") and i.operands[-1] in ("17", "14")]
+    masks = {i.operands[-1] for i in made if i.opcode.startswith("and")}
     return MmaFact(
         kind,
         group,
         decoded,
         word,
         runtime_n=bool(shifts),
+        shifted_ids=any(i.opcode.startswith("shr") and i.operands[-1] in _TO_ID for i in made),
         masked_ids=bool({"1610612736", "48"} & masks),
     )
 
 
-def _chain(register: str, defs: dict[str, list[Instruction]]) -> Iterable[Instruction]:
-    """Instructions that make a register, through bit-or, move, select; ends are yielded too."""
+_MERGING = ("or", "mov", "selp")
+# ((tokens + 15) & -16) >> 3 << 17 leaves the compiler as one shift by 14, an addition and a mask
+_ARITHMETIC = (*_MERGING, "and", "add")
+_TO_ID = ("1", "26")  # from bits 30-31 of an address to bits 29-30 (A) and 4-5 (B)
+
+
+def _chain(
+    register: str, defs: dict[str, list[Instruction]], through: tuple[str, ...] = _MERGING
+) -> Iterable[Instruction]:
+    """Instructions that make a register, through those named; ends are yielded too."""
     todo, seen = [register], set()
     while todo:
         name = todo.pop()
@@ -130,12 +144,12 @@ def _chain(register: str, defs: dict[str, list[Instruction]]) -> Iterable[Instru
         seen.add(name)
         for ins in defs.get(name, ()):
             yield ins
-            if ins.opcode.split(".")[0] in ("or", "mov", "selp"):
+            if ins.opcode.split(".")[0] in through:
                 todo += [o for o in ins.operands[1:] if o.startswith("%")]
 
 
 def _constants(chain: Iterable[Instruction]) -> list[int]:
-    merging = [i for i in chain if i.opcode.split(".")[0] in ("or", "mov", "selp")]
+    merging = [i for i in chain if i.opcode.split(".")[0] in _MERGING]
     values = [int(o, 0) for i in merging for o in i.operands[1:] if _INTEGER.match(o)]
     return [v & 0xFFFFFFFF for v in values]
 

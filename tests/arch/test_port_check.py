@@ -109,6 +109,18 @@ def test_runtime_n_needs_masks():
     assert verdicts(module(0x08000488, extra=runtime, masked=False))[8][0] == "missed"
 
 
+def test_runtime_n_as_the_compiler_leaves_it_and_ids_of_zero():
+    text = module(0x09000488).replace(
+        "or.b32 %r9, %r5, %r7;",
+        "shl.b32 %r66, %r59, 14;\nadd.s32 %r67, %r66, 245760;\nand.b32 %r68, %r67, -151257088;\n"
+        "or.b32 %r9, %r68, 150996104;",
+    )
+    assert verdicts(text)[8] == (
+        "met",
+        "N at bit 17 at run time; scales start at byte 0 of a column, ids stay 0",
+    )
+
+
 def test_other_targets_and_other_files_are_refused():
     with pytest.raises(PlanError, match="compiled for sm_100a"):
         check_ptx(module(0x08200488).replace("sm_107a", "sm_100a"))
