@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ Report: TypeAlias = Callable[[Stage, int, int], None]
 
 RECORD = "conversion.json"
 _LOCK = "lock"
+LOCK_SECONDS = 5.0
 _CONFIGS = frozenset({"config.json", "hf_quant_config.json", "params.json", RECORD})
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".pkl", ".gguf")
 _MARGIN = 64 << 20  # beside the tensors: configs, tokenizer, journal
@@ -130,14 +132,24 @@ def _held(partial: Path) -> Iterator[None]:
     except OSError as e:
         raise ConvertError(f"{partial}: cannot be written: {e.strerror}") from e
     with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConvertError(f"{partial}: another conversion is writing it") from None
+        # Workers hold the lock too, and those of a killed conversion end a moment after it.
+        until = time.monotonic() + LOCK_SECONDS
+        while not _locked(handle.fileno()):
+            if time.monotonic() > until:
+                raise ConvertError(f"{partial}: another conversion is writing it")
+            time.sleep(0.05)
         try:
             yield
         except OSError as e:
             raise ConvertError(f"{partial.name}: cannot be written: {e.strerror}") from e
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _source_files(checkpoint: ModelCheckpoint) -> list[tuple[str, int, int]]:
