@@ -135,9 +135,13 @@ def _write(kernel: CompiledKernel) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(head).encode() + b"\n" + body)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(json.dumps(head).encode() + b"\n" + body)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
     except OSError as error:
         _say_once(f"compiled kernels are not kept: {path.parent}: {error.strerror}")
 

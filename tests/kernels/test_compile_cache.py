@@ -1,0 +1,167 @@
+"""The disk cache of compiled kernels: many processes, folders that cannot be written, keys."""
+
+import logging
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rubin_moe.errors import ConfigError
+from rubin_moe.kernels import compile_cache
+from rubin_moe.kernels.compile_cache import compiled, key_of
+from rubin_moe.kernels.launch import CompiledKernel
+
+FOLDERS = ("kernels/sm107",)
+PTX = ".version 9.4\n.entry kernel_0(\n)\n" * 4000
+PROCESSES = 8
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A cold cache, and a compiler that takes no time and counts itself."""
+    monkeypatch.setenv("RUBIN_MOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_cache, "_loaded", {})
+    compile_cache._say_once.cache_clear()
+    monkeypatch.setattr(compile_cache, "_compile", Compiler())
+    return tmp_path / "kernels"
+
+
+class Compiler:
+    calls = 0
+
+    def __init__(self) -> None:
+        Compiler.calls = 0
+
+    def __call__(self, arch, build) -> tuple[str, bytes, str]:
+        Compiler.calls += 1
+        return PTX, b"\x7fELF" + bytes(100_000), "kernel_0"
+
+
+def get(constants: str = "tile 32") -> CompiledKernel:
+    return compiled("kernel", "sm_107a", constants, FOLDERS, 320, 1024, lambda: (None, ()))
+
+
+def forget() -> None:
+    """As a new process would start."""
+    compile_cache._loaded.clear()
+
+
+def test_the_second_process_reads_what_the_first_wrote(folder):
+    first = get()
+    forget()
+    assert get() == first
+    assert Compiler.calls == 1
+    assert [p.name for p in folder.iterdir()] == [f"{first.key}.bin"]
+
+
+def _start(barrier, results) -> None:
+    barrier.wait()
+    results.put(get() == get() and get().ptx == PTX)
+
+
+def test_many_processes_on_one_cold_cache(folder):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(PROCESSES), context.Queue()
+    started = [context.Process(target=_start, args=(barrier, results)) for _ in range(PROCESSES)]
+    for process in started:
+        process.start()
+    assert all(results.get(timeout=60) for _ in started)
+    for process in started:
+        process.join()
+        assert process.exitcode == 0
+    (file,) = folder.iterdir()  # one whole file, and no temporary one
+    assert compile_cache._read(file.stem) is not None
+
+
+@pytest.mark.parametrize("harm", ["cut", "foreign", "flipped", "empty", "another"])
+def test_a_broken_file_is_compiled_again(folder, harm):
+    kernel = get()
+    path = folder / f"{kernel.key}.bin"
+    packed = path.read_bytes()
+    other = replace(kernel, key="0" * 40)
+    compile_cache._write(other)
+    path.write_bytes(
+        {
+            "cut": packed[: len(packed) // 2],
+            "foreign": b"no kernel of ours\n" + packed,
+            "flipped": packed[:-9] + bytes([packed[-9] ^ 1]) + packed[-8:],
+            "empty": b"",
+            "another": (folder / f"{other.key}.bin").read_bytes(),
+        }[harm]
+    )
+    forget()
+    assert get() == kernel
+    assert Compiler.calls == 2
+    assert path.read_bytes() == packed
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(folder, monkeypatch, caplog):
+    blocked = folder.parent / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("RUBIN_MOE_CACHE_DIR", str(blocked))
+    with caplog.at_level(logging.WARNING):
+        first, second = get("tile 32"), get("tile 64")
+    assert first.ptx == second.ptx == PTX
+    assert len(caplog.records) == 1
+    assert "compiled kernels are not kept" in caplog.text
+
+
+def test_a_read_only_folder_still_serves_what_it_holds(folder, monkeypatch):
+    kernel = get()
+    forget()
+    monkeypatch.setattr(compile_cache.tempfile, "mkstemp", _refuse)
+    assert get() == kernel
+    assert Compiler.calls == 1
+
+
+def _refuse(*args, **kwargs):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_write_that_fails_leaves_no_temporary_file(folder, monkeypatch):
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compile_cache.os, "replace", full)
+    assert get().ptx == PTX
+    assert list(folder.iterdir()) == []
+
+
+def test_everything_that_decides_the_code_is_in_the_key(monkeypatch):
+    def key(name="k", arch="sm_107a", constants="tile 32", folders=FOLDERS, dsl="4.8.1") -> str:
+        return key_of(name, arch, constants, folders, dsl)
+
+    keys = {
+        key(),
+        key(name="j"),
+        key(arch="sm_100a"),
+        key(constants="tile 64"),
+        key(folders=("kernels/cute",)),
+        key(dsl="4.8.2"),
+    }
+    monkeypatch.setattr(compile_cache, "source_hash", lambda *folders: "edited")
+    keys.add(key())
+    assert len(keys) == 7
+
+
+def test_the_source_hash_follows_an_edit(tmp_path, monkeypatch):
+    root = tmp_path / "rubin_moe"
+    (root / "arch").mkdir(parents=True)
+    (root / "kernels" / "sm107").mkdir(parents=True)
+    source = root / "kernels" / "sm107" / "mainloop.py"
+    source.write_text("a = 1\n")
+    monkeypatch.setattr(compile_cache, "__file__", str(root / "kernels" / "compile_cache.py"))
+    compile_cache.source_hash.cache_clear()
+    before = compile_cache.source_hash(*FOLDERS)
+    source.write_text("a = 2\n")
+    compile_cache.source_hash.cache_clear()
+    assert compile_cache.source_hash(*FOLDERS) != before
+    compile_cache.source_hash.cache_clear()
+
+
+@pytest.mark.parametrize("found", ["4.7.0", "3.9"])
+def test_an_old_dsl_is_refused_with_the_line_that_mends_it(folder, monkeypatch, found):
+    monkeypatch.setattr(compile_cache, "version", lambda name: found)
+    with pytest.raises(ConfigError, match=r"pip install 'nvidia-cutlass-dsl\[cu13\]>=4\.8\.1"):
+        get()
