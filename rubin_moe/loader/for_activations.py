@@ -11,9 +11,32 @@ from rubin_moe.formats.spec import MXFP4, NVFP4_UE4M3, NVFP4_UE5M3, BlockFormat,
 from rubin_moe.loader.fold import FoldMode, fold
 from rubin_moe.loader.fold_report import FoldReport
 from rubin_moe.loader.mxfp4_cast import mxfp4_to_nvfp4
+from rubin_moe.loader.spec import Scheme
+
+FIRST_WITHOUT_16_BIT = (10, 0)
+"""tcgen05, from sm_100a on, has no 16-bit x FP4 instruction."""
 
 _ANY = ("16bit", "int8")
 _WANTED = {"nvfp4-ue4m3": NVFP4_UE4M3, "nvfp4-ue5m3": NVFP4_UE5M3, "mxfp8": MXFP4}
+
+
+def default_activations(
+    stored: BlockFormat, scheme: Scheme, capability: tuple[int, int] | None
+) -> str:
+    """The activation format of a checkpoint on a machine where nobody named one.
+
+    A CPU and GPUs before Blackwell compute in the model's own dtype. With tcgen05, MXFP4 experts
+    get MXFP8 activations (gpt-oss) and W4A4 checkpoints the format that their scales were
+    calibrated for, or UE5M3 where they are dynamic. Weight-only NVFP4 stays ``16bit``: no tcgen05 backend
+    takes it until the user names a format.
+    """
+    if capability is None or capability < FIRST_WITHOUT_16_BIT or capability >= (12, 0):
+        return "16bit"
+    if stored == MXFP4:
+        return "mxfp8"
+    if scheme == "w4a16":
+        return "16bit"
+    return stored.name if scheme == "w4a4" else NVFP4_UE5M3.name
 
 
 def weight_format_for(stored: BlockFormat, activation_format: str) -> BlockFormat:

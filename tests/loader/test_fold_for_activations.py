@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from rubin_moe.errors import FoldError
-from rubin_moe.formats.spec import MXFP4, NVFP4_UE4M3, NVFP4_UE5M3, WEIGHT_FORMATS
+from rubin_moe.formats.spec import FORMATS, MXFP4, NVFP4_UE4M3, NVFP4_UE5M3, WEIGHT_FORMATS
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import Target
 from rubin_moe.layers.experts import MoEExperts, problem_of
-from rubin_moe.loader.for_activations import fit, weight_format_for
+from rubin_moe.loader.for_activations import default_activations, fit, weight_format_for
 from tests.loader.fold_cases import decoded, random_weights
 
 
@@ -46,3 +46,20 @@ def test_what_cannot_be_is_refused_with_the_reason():
             weight_format_for(stored, "nvfp4-ue4m3")
     with pytest.raises(FoldError, match="'fp6' is unknown; known: 16bit, int8"):
         weight_format_for(MXFP4, "fp6")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "scheme", "capability", "expected"),
+    [
+        ("nvfp4-ue4m3", "w4a4", None, "16bit"),
+        ("nvfp4-ue4m3", "w4a4", (9, 0), "16bit"),
+        ("nvfp4-ue4m3", "w4a4", (12, 0), "16bit"),  # no tcgen05 there
+        ("nvfp4-ue4m3", "w4a4", (10, 7), "nvfp4-ue4m3"),
+        ("nvfp4-ue4m3", "w4a4-dynamic", (10, 7), "nvfp4-ue5m3"),
+        ("nvfp4-ue4m3", "w4a16", (10, 7), "16bit"),  # the user has to name one
+        ("mxfp4", "w4a16", (10, 0), "mxfp8"),
+        ("mxfp4", "w4a16", None, "16bit"),
+    ],
+)
+def test_default_activations(fmt, scheme, capability, expected):
+    assert default_activations(FORMATS[fmt], scheme, capability) == expected

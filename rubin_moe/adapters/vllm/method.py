@@ -22,7 +22,7 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import ActivationFormat, MoEProblem
 from rubin_moe.layers import ops
 from rubin_moe.layers.experts import MoEExperts
-from rubin_moe.loader.for_activations import fit, weight_format_for
+from rubin_moe.loader.for_activations import default_activations, fit, weight_format_for
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.loader.spec import ExpertsSpec
 
@@ -110,15 +110,16 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 {},
             )
         vec = spec.fmt.sf_vec_size
+        activations = _activation_format(spec, compat.target().capability)
         return MoEProblem(
             num_experts=len(shard.experts(spec.num_experts)),
             global_num_experts=spec.num_experts,
             top_k=self.moe.experts_per_token,
             hidden=spec.hidden,
             intermediate=shard.columns(spec.intermediate, vec).padded,
-            weight_format=weight_format_for(spec.fmt, _activation_format()),
+            weight_format=weight_format_for(spec.fmt, activations),
             activation=self._activation(layer),
-            activation_format=_activation_format(),
+            activation_format=activations,
             dtype=str(self.moe.in_dtype).removeprefix("torch."),
             has_bias=spec.has_bias,
             router_weight_on_input=bool(layer.apply_router_weight_on_input),
@@ -213,9 +214,10 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return self.apply(layer, x, topk_weights, topk_ids)
 
 
-def _activation_format() -> ActivationFormat:
-    """The one asked for, else the model's own dtype (W4A16)."""
-    asked = envs.text("RUBIN_MOE_ACTIVATION_FORMAT") or "16bit"
+def _activation_format(spec: ExpertsSpec, capability: tuple[int, int] | None) -> ActivationFormat:
+    """The one asked for, else this checkpoint's on this machine."""
+    asked = envs.text("RUBIN_MOE_ACTIVATION_FORMAT")
+    asked = asked or default_activations(spec.fmt, spec.scheme, capability)
     if asked not in get_args(ActivationFormat):
         known = ", ".join(get_args(ActivationFormat))
         raise ConfigError(f"RUBIN_MOE_ACTIVATION_FORMAT={asked!r}; known: {known}")
