@@ -27,8 +27,8 @@ def default_activations(
 
     A CPU and GPUs before Blackwell compute in the model's own dtype. With tcgen05, MXFP4 experts
     get MXFP8 activations (gpt-oss) and W4A4 checkpoints the format that their scales were
-    calibrated for, or UE5M3 where they are dynamic. Weight-only NVFP4 stays ``16bit``: no tcgen05 backend
-    takes it until the user names a format.
+    calibrated for, or UE5M3 where they are dynamic. Weight-only NVFP4 stays ``16bit``: no tcgen05
+    backend takes it until the user names a format.
     """
     if capability is None or capability < FIRST_WITHOUT_16_BIT or capability >= (12, 0):
         return "16bit"
