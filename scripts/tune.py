@@ -30,22 +30,19 @@ TOKENS = (1, 4, 16, 64, 256)
 WORST_ERROR = 4e-3  # relative; bfloat16 between the GEMMs and in the output gives about 2.5e-3
 CANDIDATES = {
     "qwen3": [
-        Tiles(24, 2, 4, 4), Tiles(16, 3, 4, 4), Tiles(20, 3, 4, 4),
-        Tiles(24, 2, 4, 4, split=True),
-        Tiles(16, 2, 4, 4, pass_tokens=16), Tiles(20, 2, 4, 4, pass_tokens=16, buffers=1),
-        Tiles(16, 2, 4, 4, pass_tokens=24, buffers=1),
+        Tiles(24, 2, 4, 4), Tiles(16, 3, 4, 4), Tiles(24, 2, 4, 4, split=True),
+        Tiles(16, 2, 4, 4, pass_tokens=16), Tiles(16, 2, 4, 4, pass_tokens=24, buffers=1),
     ],
     "gptoss": [
-        Tiles(12, 2, 9, 9), Tiles(24, 3, 3, 3), Tiles(15, 2, 9, 9, split=True, buffers=1),
-        Tiles(12, 2, 9, 9, pass_tokens=16, buffers=1),
+        Tiles(12, 2, 9, 9), Tiles(15, 2, 9, 9, split=True, buffers=1),
         Tiles(24, 3, 3, 3, pass_tokens=16, buffers=1),
     ],
     "dsv3tp8": [
-        Tiles(20, 2, 4, 2, buffers=1), Tiles(12, 2, 7, 2, buffers=1),
-        Tiles(16, 2, 4, 2, buffers=1), Tiles(20, 2, 4, 2, split=True, buffers=1),
+        Tiles(20, 2, 4, 2, buffers=1), Tiles(20, 2, 4, 2, split=True, buffers=1),
+        Tiles(16, 2, 4, 2, buffers=1),
     ],
     "mixtral": [
-        Tiles(20, 2, 4, 4), Tiles(16, 2, 4, 4), Tiles(16, 2, 4, 4, split=True),
+        Tiles(20, 2, 4, 4), Tiles(16, 2, 4, 4, split=True),
         Tiles(20, 2, 4, 4, pass_tokens=16, buffers=1),
     ],
 }  # fmt: skip
@@ -64,9 +61,9 @@ def plan_of(shape: Shape, tiles: Tiles, num_tokens: int) -> DecodePlan | None:
 def worth(tiles: Tiles, num_tokens: int) -> bool:
     """Splits are for few tokens, wide passes for many."""
     if tiles.split:
-        return num_tokens <= 16
+        return num_tokens <= 4
     if tiles.pass_tokens > 8:
-        return num_tokens >= 64
+        return num_tokens > 64
     return True
 
 

@@ -57,6 +57,7 @@ class Sm90Kernel:
         self._launch = launch
         self._num_blocks = num_blocks
         self._counters: dict[torch.device, Tensor] = {}
+        self._kernels: dict[DecodePlan, CompiledKernel] = {}
 
     def prepare(self, weights: ExpertWeights) -> Sm90Experts:
         """Blocks of both projections, expert by expert.
@@ -154,7 +155,7 @@ class Sm90Kernel:
         shape = (pairs, sizes.slabs, sizes.hidden)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         self._launch.launch(
-            decode_kernel(plan, self.problem.activation, self.problem.has_bias),
+            self._kernel(plan),
             self._num_blocks,
             [
                 w.w13, w.w2, w.alpha13, w.alpha2, w.bias13, w.bias2, x, ids, weights, expert_map,
@@ -164,6 +165,13 @@ class Sm90Kernel:
 
     def _plan(self, num_tokens: int) -> DecodePlan:
         return choose(self.problem, num_tokens)
+
+    def _kernel(self, plan: DecodePlan) -> CompiledKernel:
+        found = self._kernels.get(plan)
+        if found is None:
+            found = decode_kernel(plan, self.problem.activation, self.problem.has_bias)
+            self._kernels[plan] = found
+        return found
 
     def _zeroed(self, device: torch.device) -> Tensor:
         """Counters that each launch leaves as it found them; launches of a layer run in order."""
