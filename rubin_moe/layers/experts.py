@@ -79,6 +79,7 @@ class MoEExperts:
         self._prepared = self._kernel.prepare(weights)
         self._expert_map = _own_map(weights, problem)
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        self._device = target.device
 
     def nbytes(self) -> int:
         """Bytes that the prepared weights hold."""
@@ -121,13 +122,16 @@ class MoEExperts:
             out: ``[M, hidden]`` of x's dtype, written and returned; default a new tensor.
 
         Raises:
-            ConfigError: a shape or dtype that is not as above; on the CPU also an id out of range.
+            ConfigError: a shape, dtype or device that is not as above; on the CPU also an id out of
+                range.
         """
         self._check_call(x, topk_ids, topk_weights, expert_map, out)
         if x.shape[0] == 0:
             return torch.empty_like(x) if out is None else out
         if expert_map is None and self._expert_map is not None:
             expert_map = self._expert_map.to(x.device)
+        if expert_map is not None:
+            expert_map = expert_map.to(torch.int32)
         return self._kernel.run(self._prepared, x, topk_ids, topk_weights, expert_map, out)
 
     def _check_call(
@@ -146,10 +150,30 @@ class MoEExperts:
             expert_map.shape != (p.global_num_experts,) or expert_map.dtype not in _ID_DTYPES
         ):
             raise self._error("expert_map", expert_map, f"[{p.global_num_experts}] int32 or int64")
-        if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= p.global_num_experts:
+        self._check_devices(x, ids, weights, expert_map, out)
+        if self._device == "cpu":
+            self._check_range("topk_ids", ids, p.global_num_experts, "the model", "global")
+            if expert_map is not None:
+                self._check_range("expert_map", expert_map, p.num_experts, "this rank", "local")
+
+    def _check_devices(self, *tensors: Tensor | None) -> None:
+        """A kernel reads addresses: one of another device would not be an error but a crash."""
+        names = ("x", "topk_ids", "topk_weights", "expert_map", "out")
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor is not None and tensor.device.type != self._device:
+                raise ConfigError(
+                    f"{self.name}: {name} is on {tensor.device}, the layer's weights on "
+                    f"{self._device}"
+                )
+
+    def _check_range(self, argument: str, ids: Tensor, count: int, whose: str, kind: str) -> None:
+        if not ids.numel():
+            return
+        low, high = (int(v) for v in torch.aminmax(ids))
+        if low < -1 or high >= count:
             raise ConfigError(
-                f"{self.name}: topk_ids hold {int(ids.max())}, and the model has "
-                f"{p.global_num_experts} experts (global ids, -1 for none)"
+                f"{self.name}: {argument} hold {low if low < -1 else high}, and {whose} has "
+                f"{count} experts ({kind} ids, -1 for none)"
             )
 
     def _error(self, argument: str, got: Tensor, expected: str) -> ConfigError:
@@ -173,6 +197,8 @@ def _check_problem(weights: ExpertWeights, problem: MoEProblem) -> None:
             raise ConfigError(
                 f"{weights.name}: {field} of the weights {have}, of the problem {asked}"
             )
+    if problem.top_k < 1:
+        raise ConfigError(f"{weights.name}: top-{problem.top_k}, expected at least one expert")
     last = max(weights.expert_ids, default=-1)
     if last >= problem.global_num_experts:
         raise ConfigError(

@@ -102,6 +102,8 @@ def test_a_rank_computes_its_own_experts(case, local, given):
         expert_map = torch.full((8,), -1, dtype=torch.int32)
         expert_map[list(local)] = torch.arange(len(local), dtype=torch.int32)
     out = call(experts, case, x, ids, weights, expert_map)
+    if expert_map is not None:
+        assert torch.equal(call(experts, case, x, ids, weights, expert_map.long()), out)
     mine = np.where(np.isin(ids, local), ids, -1)
     backends.assert_close(layer, x, mine, weights, out)
 
@@ -226,6 +228,13 @@ def test_bad_calls_name_the_argument():
         "topk_weights is .*float64": (x, ids, weights.double()),
         r"expert_map is \[4\]": (x, ids, weights, torch.zeros(4, dtype=torch.int32)),
         "topk_ids hold 8, and the model has 8 experts": (x, ids + 8, weights),
+        "topk_ids hold -2, and the model has 8 experts": (x, ids - 2, weights),
+        "expert_map hold 9, and this rank has 8 experts": (
+            *(x, ids, weights),
+            torch.full((8,), 9, dtype=torch.int32),
+        ),
+        "x is on meta, the layer's weights on cpu": (x.to("meta"), ids, weights),
+        "topk_ids is on meta, the layer's weights on cpu": (x, ids.to("meta"), weights),
     }
     for message, args in bad.items():
         with pytest.raises(ConfigError, match=message):
@@ -240,6 +249,7 @@ def test_weights_and_problem_must_agree():
         ({"hidden": 32}, "hidden of the weights 64, of the problem 32"),
         ({"activation": Activation("relu2")}, "gated of the weights True"),
         ({"global_num_experts": 4}, "holds expert 7 of a model of 4"),
+        ({"top_k": 0}, "top-0, expected at least one expert"),
         ({"router_weight_on_input": True}, "top-1 only, not top-2"),
     ):
         with pytest.raises(ConfigError, match=message):
