@@ -50,5 +50,5 @@ def read_result(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         head = json.loads(path.read_text())
         return head, head.pop("rows")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: no result file: {error!r}") from None

@@ -5,7 +5,7 @@ one row of `COMMANDS`; it is imported when it is asked for.
 """
 
 import importlib
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -65,11 +65,21 @@ def version() -> None:
 
 
 def main() -> None:
-    """Console entry point: a refusal is one message and exit code 2, never a traceback."""
+    """Console entry point: a refusal is one message and exit code 2, never a traceback.
+
+    Files that cannot be read or written are refusals too.
+    """
     from rubin_moe.errors import RubinMoeError
 
     try:
         app()
     except RubinMoeError as error:
-        typer.echo(f"rubin-moe: {error}", err=True)
-        raise SystemExit(2) from None
+        _refuse(str(error))
+    except OSError as error:
+        place = "" if error.filename is None else f"{error.filename}: "
+        _refuse(f"{place}{error.strerror or error}")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"rubin-moe: {message}", err=True)
+    raise SystemExit(2) from None

@@ -14,14 +14,16 @@ app = typer.Typer()
 
 @app.command()
 def check_port(
-    ptx: Annotated[Path, typer.Argument(help="PTX text compiled for sm_107a", exists=True)],
+    ptx: Annotated[
+        Path, typer.Argument(help="PTX text compiled for sm_107a", exists=True, dir_okay=False)
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say of each point whether a kernel meets it, misses it, or it does not apply, and why.
 
     Exit code 1 if a point is missed.
     """
-    points = check_ptx(ptx.read_text())
+    points = check_ptx(ptx.read_text(errors="replace"))
     if as_json:
         typer.echo(json.dumps([asdict(p) for p in points], indent=1))
     else:

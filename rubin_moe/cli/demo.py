@@ -6,18 +6,25 @@ from typing import Annotated
 
 import typer
 
+from rubin_moe.errors import ConfigError
+
 app = typer.Typer()
 
 
 @app.command()
 def demo(
-    model: Annotated[Path, typer.Argument(help="folder of an FP4 checkpoint")],
+    model: Annotated[
+        Path, typer.Argument(help="folder of an FP4 checkpoint", exists=True, file_okay=False)
+    ],
     prompt: Annotated[str, typer.Option(help="text to continue")] = "And the LORD said unto Moses,",
-    tokens: Annotated[int, typer.Option(help="tokens to generate")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 64,
 ) -> None:
     """Start ``vllm serve`` on MODEL, print a completion, its speed, and who computed it and why."""
     from rubin_moe.adapters.vllm import server
+    from rubin_moe.loader.load import ModelCheckpoint
 
+    if ModelCheckpoint(model).quant is None:  # told now, not by vLLM in a minute
+        raise ConfigError(f"{model}: its config has no quantization_config")
     typer.echo(f"starting vllm serve {model} --quantization rubin_moe", err=True)
     with server.running(model) as running:
         typer.echo(f"ready after {running.start_seconds:.0f} s", err=True)

@@ -48,7 +48,10 @@ def evaluate_checkpoints(
     from rubin_moe.eval.report import QualityResult, Settings, measure
 
     if show is not None:
-        _print(QualityResult(*read_result(show)), markdown)
+        try:
+            _print(QualityResult(*read_result(show)), markdown)
+        except KeyError as error:
+            raise ConfigError(f"{show}: no result of eval, it has no {error}") from None
         return
     if not checkpoints:
         raise ConfigError("eval needs folders of checkpoints, or --show FILE")

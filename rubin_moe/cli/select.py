@@ -19,7 +19,7 @@ def select(
     target: Annotated[str, typer.Option(help="cpu, sm_107a, 10.7, or 'here'")] = "here",
     backend: Annotated[str | None, typer.Option(help="the one backend wanted")] = None,
     activations: Annotated[str, typer.Option(help="activation format of the experts")] = "16bit",
-    tokens: Annotated[int, typer.Option(help="tokens of the plan that is printed")] = 1,
+    tokens: Annotated[int, typer.Option(min=0, help="tokens of the plan that is printed")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print the winner, its plan, and every other backend's reason. Exit code 2 if none can."""

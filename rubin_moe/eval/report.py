@@ -45,6 +45,8 @@ class Settings:
     def __post_init__(self) -> None:
         _one_of("dtype", (self.dtype,), tuple(DTYPES))
         _one_of("device", (self.device,), DEVICES)
+        if self.tokens is not None and self.tokens < 2:
+            raise ConfigError(f"tokens {self.tokens}: at least 2, the first is only context")
         if self.window < 2:
             raise ConfigError(f"window {self.window}: at least 2, the first token is only context")
 

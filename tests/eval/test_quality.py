@@ -188,6 +188,7 @@ def test_perplexity_of_a_uniform_model_is_the_vocabulary():
         ({"dtype": "int8"}, "dtype 'int8': expected one of float32, bfloat16"),
         ({"device": "tpu"}, "device 'tpu'"),
         ({"window": 1}, "window 1"),
+        ({"tokens": -4}, "tokens -4"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(change, message):

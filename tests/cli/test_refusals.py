@@ -1,0 +1,60 @@
+"""Whatever a user gives: a sentence and exit code 2, never a traceback."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rubin_moe import cli
+
+ROOT = Path(__file__).parents[2]
+
+FILES = {
+    "binary.ptx": b"\xff\xfe\x00",
+    "list.json": b"[]",
+    "cut.json": b"{",
+    "junk.launch": b"junk",
+    "other.json": b'{"rows": []}',
+}
+
+CALLS = {
+    "select nope": "unknown model 'nope'; known: ",
+    "select qwen3-30b-a3b --target sun": "target 'sun': expected cpu",
+    "select qwen3-30b-a3b --target cpu --tokens -1": "greater than or equal to 0",
+    "check-port binary.ptx": "no .target directive",
+    "check-port .": "is a directory",
+    "emulate junk.launch": "is not a saved launch",
+    "demo none": "does not exist",
+    "demo .": "no safetensors files",
+    "demo ROOT/models/kjv/bf16": "no quantization_config",
+    "eval none": "does not exist",
+    "eval ROOT/models/kjv/nvfp4-ue4m3 --tokens -4": "tokens -4: at least 2",
+    "eval --show list.json": "no result file",
+    "eval --show cut.json": "no result file",
+    "eval --show other.json": "no result of eval, it has no 'text'",
+    "eval --show .": "no result file",
+    "convert none out --to bf16": "does not exist",
+    "convert . out --to bf16": "no safetensors files",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_refusal_is_a_sentence(call, tmp_path, monkeypatch, capsys):
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rubin-moe", *call.replace("ROOT", str(ROOT)).split()])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    # What is no option's business is one line; the parser draws a box around its own.
+    assert CALLS[call] in " ".join(said.replace("\u2502", " ").split())
+
+
+def test_a_file_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "app", lambda: (tmp_path / "no" / "file").write_text(""))
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"rubin-moe: {tmp_path}/no/file: No such file or directory\n"
