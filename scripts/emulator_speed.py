@@ -151,7 +151,7 @@ def measure_units(launch: Any) -> dict[str, dict[str, float]]:
 
         return call
 
-    with mock.patch("rubin_moe.emulator.scheduler.bind", timed):
+    with mock.patch("rubin_moe.emulator.worker.bind", timed):
         launch()
     return {
         family: {

@@ -12,7 +12,7 @@ from rubin_moe.emulator.launch import Device, LaunchError
 from rubin_moe.emulator.machine import EmulationError
 from rubin_moe.emulator.ptx import PtxSyntaxError
 from rubin_moe.emulator.report import Report
-from rubin_moe.emulator.scheduler import Limits
+from rubin_moe.emulator.worker import Limits
 
 __all__ = [
     "DelayPolicy",

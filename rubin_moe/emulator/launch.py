@@ -25,8 +25,9 @@ from rubin_moe.emulator.machine import Geometry, LaunchContext
 from rubin_moe.emulator.native.compiler import runtime
 from rubin_moe.emulator.ptx.ast import Param
 from rubin_moe.emulator.report import Report, Statistics, summarise
-from rubin_moe.emulator.scheduler import Limits, Scheduler
+from rubin_moe.emulator.scheduler import Scheduler
 from rubin_moe.emulator.state.memory import GlobalMemory
+from rubin_moe.emulator.worker import Limits
 
 #: Shared memory that one block may use, in bytes, and SMs that are taken as resident at once.
 _ARCHITECTURES = {
@@ -56,15 +57,16 @@ class Device:
     """An emulated GPU of one architecture (``sm_90a``, ``sm_100a``, ``sm_103a``, ``sm_107a``).
 
     ``num_sms`` CTAs are in flight at most, as on the hardware; fewer shows where a kernel counts on
-    co-residency.
+    co-residency. ``workers`` threads run the clusters of a launch unless the launch says otherwise.
     """
 
-    def __init__(self, arch: str, num_sms: int | None = None) -> None:
+    def __init__(self, arch: str, num_sms: int | None = None, workers: int = 1) -> None:
         if arch not in _ARCHITECTURES:
             raise LaunchError(f"{arch} is not emulated (known: {', '.join(_ARCHITECTURES)})")
         self.arch = arch
         self.max_shared, default_sms = _ARCHITECTURES[arch]
         self.num_sms = num_sms or default_sms
+        self.workers = workers
         self.memory = GlobalMemory()
         self._module_data: dict[int, tuple[Kernel, list[NDArray[np.uint8]]]] = {}
 
@@ -89,13 +91,16 @@ class Device:
         seed: int | None = None,
         limits: Limits | None = None,
         useful_macs: int | None = None,
+        workers: int | None = None,
     ) -> Report:
         """Run a kernel to its end.
 
         ``params`` is the parameter block, or one value a parameter: int, float, bytes, or a tensor
         or array (registered, its address passed). ``policy`` says when asynchronous operations
         happen (default: at issue); ``seed`` is short for ``DelayPolicy(seed)``. A policy that
-        defers needs a module loaded with ``deferred=True``.
+        defers needs a module loaded with ``deferred=True``. ``workers`` threads run the clusters
+        (default: the device's); the report says how many did: one under a policy that defers, whose
+        order of events is the seed's, and never more than clusters or SMs.
 
         Raises LaunchError for what a driver refuses and EmulationError when the kernel traps, hangs
         (every waiting warp is named) or exceeds its budget.
@@ -106,24 +111,27 @@ class Device:
         geometry = self._geometry(entry.compiled, grid, block, cluster, dynamic_smem)
         if policy.deferred and not entry.compiled.deferred:
             raise LaunchError("a deferring policy needs load_ptx(text, deferred=True)")
-        statistics = Statistics(geometry.warps, len(entry.compiled.segments))
-        context = LaunchContext(
-            arch=self.arch,
-            memory=self.memory,
-            params=self._parameter_block(entry, params),
-            statistics=statistics,
-            policy=policy,
-            num_sms=self.num_sms,
-            runtime=runtime(),
-        )
-        copied = context.runtime.cp_async_bytes
+        parameters = self._parameter_block(entry, params)
+        contexts = [
+            LaunchContext(
+                arch=self.arch,
+                memory=self.memory,
+                params=parameters,
+                statistics=Statistics(geometry.warps, len(entry.compiled.segments)),
+                policy=policy,
+                num_sms=self.num_sms,
+                runtime=runtime(),
+            )
+            for _ in range(self._threads(geometry, policy, workers))
+        ]
         start = time.perf_counter()
-        Scheduler(entry, geometry, context, limits or Limits()).run()
+        Scheduler(entry, geometry, contexts, limits or Limits()).run()
         while policy.advance():
             pass
         seconds = time.perf_counter() - start
-        if context.runtime.cp_async_bytes != copied:
-            statistics.bytes["cp.async"] += context.runtime.cp_async_bytes - copied
+        statistics = contexts[0].statistics
+        for context in contexts[1:]:
+            statistics.merge(context.statistics)
         head = {
             "kernel": entry.name,
             "target": self.arch,
@@ -133,8 +141,18 @@ class Device:
             "shared_bytes": entry.compiled.static_smem - RESERVED_SMEM + geometry.dynamic_smem,
             "useful_macs": useful_macs,
             "seconds": seconds,
+            "workers": len(contexts),
         }
         return summarise(statistics, entry.compiled.segments, head)
+
+    def _threads(self, geometry: Geometry, policy: Policy, workers: int | None) -> int:
+        wanted = self.workers if workers is None else workers
+        if wanted < 1:
+            raise LaunchError(f"{wanted} workers; at least one runs a launch")
+        if policy.deferred:
+            return 1
+        resident = max(self.num_sms // geometry.cluster_size, 1)
+        return min(wanted, resident, geometry.clusters)
 
     def _geometry(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rubin_moe.emulator.compile import Kernel
 from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.native.blocks import CLUSTER, CLUSTER_BYTES, CTA_BYTES, CTA_LIVE, FAULTS
-from rubin_moe.emulator.native.compiler import Runtime, runtime
+from rubin_moe.emulator.native.compiler import Runtime
 from rubin_moe.emulator.report import Statistics
 from rubin_moe.emulator.state import mbarrier
 from rubin_moe.emulator.state.memory import RANK_SHIFT, GlobalMemory, SharedArena
@@ -55,6 +56,11 @@ class Geometry:
     def cluster_size(self) -> int:
         """CTAs of a cluster."""
         return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of the grid."""
+        return math.prod(self.grid) // self.cluster_size
 
     def threads_of(self, warp: int) -> tuple[int, NDArray[np.uint32]]:
         """Lanes of a warp that are threads, and their tid.x, tid.y, tid.z (32 each, in a row)."""
@@ -129,6 +135,10 @@ class Cluster:
         limit = kernel.compiled.static_smem + geometry.dynamic_smem
         self.arena = SharedArena(self.size, limit)
         self.block = np.zeros(CLUSTER_BYTES // 4, np.uint32)
+        self._counters = self.block.view(np.uint64)
+        self._update_mbarrier = partial(
+            context.runtime.mbarrier_update, int(self.block.ctypes.data)
+        )
         self._set("live", self.size * geometry.warps)
         self._set("size", self.size)
         self._set("smem_limit", limit)
@@ -139,6 +149,17 @@ class Cluster:
 
     def _set(self, field_name: str, value: int) -> None:
         self.block[CLUSTER[field_name] // 4] = value
+
+    def counter(self, name: str) -> int:
+        """Native code's counter of this cluster: ``effects`` or ``cp_async_bytes``."""
+        return int(self._counters[CLUSTER[name] // 8])
+
+    def move_to(self, context: LaunchContext) -> None:
+        """Go on with another worker, in whose statistics it counts from now on."""
+        self.context = context
+        for warp in self.warps:
+            address = context.statistics.counter_address(warp.index)
+            warp.state.set_wide("counts", address)
 
     def refresh_ranges(self) -> None:
         """Tell native code the registered global ranges, plus windows for generic accesses."""
@@ -239,7 +260,7 @@ class Cluster:
             raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank} does not exist")
         self.context.statistics.smem_places.add((offset, 8, "mbarrier"))
         address = self.arena.address + (rank << RANK_SHIFT) + offset
-        old = runtime().mbarrier_update(address, count, tx, 0)
+        old = self._update_mbarrier(address, count, tx, 0)
         if 0 <= old < 64:
             raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank}: {FAULTS[old]}")
 
@@ -284,7 +305,7 @@ class Cluster:
 
 @dataclass(slots=True)
 class LaunchContext:
-    """What all clusters of a launch share."""
+    """What the clusters that one worker runs share: its own statistics, the launch's memory."""
 
     arch: str
     memory: GlobalMemory

@@ -52,6 +52,16 @@ class Statistics:
         self.tmem_places: set[tuple[int, int, str]] = set()
         self.peak_tmem_columns = 0
 
+    def merge(self, other: Statistics) -> None:
+        """Add the counts of another worker of the same launch."""
+        self.segments += other.segments
+        self.bytes.update(other.bytes)
+        self.mma_count += other.mma_count
+        self.mma_macs += other.mma_macs
+        self.smem_places |= other.smem_places
+        self.tmem_places |= other.tmem_places
+        self.peak_tmem_columns = max(self.peak_tmem_columns, other.peak_tmem_columns)
+
     def instructions(self, contents: tuple[tuple[tuple[str, int], ...], ...]) -> int:
         """Warp instructions issued so far."""
         lengths = np.array([sum(n for _, n in opcodes) for opcodes in contents], np.int64)
@@ -77,7 +87,7 @@ class Report:
 
     ``instructions`` are warp instructions issued (guards included) by opcode; ``roles`` the same by
     warp role; ``bytes`` by kind of copy; ``mma_macs`` counts padded multiply-adds, and
-    ``useful_macs`` those of the problem where the caller gave them.
+    ``useful_macs`` those of the problem where the caller gave them. ``workers`` threads ran it.
     """
 
     kernel: str
@@ -97,6 +107,7 @@ class Report:
     smem_map: list[Place] = field(default_factory=list)
     tmem_map: list[Place] = field(default_factory=list)
     seconds: float = 0.0
+    workers: int = 1
     outcome: str = "done"
 
     @property
@@ -113,7 +124,8 @@ class Report:
             f"{self.kernel} ({self.target}): {self.outcome}",
             f"  grid {self.grid} block {self.block} cluster {self.cluster} "
             f"shared {self.shared_bytes} B",
-            f"  {self.warp_instructions:,} warp instructions in {self.seconds:.3f} s on the CPU",
+            f"  {self.warp_instructions:,} warp instructions in {self.seconds:.3f} s on the CPU"
+            + (f" ({self.workers} threads)" if self.workers > 1 else ""),
         ]
         for role, opcodes in self.roles.items():
             top = sorted(opcodes.items(), key=lambda item: -item[1])[:4]
@@ -150,7 +162,7 @@ def summarise(statistics: Statistics, contents: Any, head: dict[str, Any]) -> Re
         instructions=dict(total.most_common()),
         roles={role: dict(c.most_common()) for role, c in roles.items()},
         warps=warps,
-        bytes=dict(statistics.bytes),
+        bytes=dict(sorted(statistics.bytes.items())),
         mma_count=statistics.mma_count,
         mma_macs=statistics.mma_macs,
         peak_tmem_columns=statistics.peak_tmem_columns,

@@ -1,287 +1,178 @@
 """Runs the clusters of a launch until all are done, or says why they cannot go on.
 
-Native code interleaves the warps of one cluster and returns when an instruction needs Python or
-nothing can run. Clusters are admitted in order, at most ``resident`` at a time; a cluster keeps
-running until it is stuck or its warps only spin, then the next one gets its turn: so clusters that
-wait for each other through global memory make progress, up to the residency a GPU would have.
+Clusters are admitted in order, as many as there are workers. A cluster whose turn ends without an
+event rests until there is one; when all rest, the next cluster is admitted, up to the residency a
+GPU would have: so clusters that wait for each other through global memory make progress, whatever
+the number of workers. When all rest that may be in flight, waits time out, and then it is a
+deadlock.
+
+The lock guards the rotation only; turns run outside it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from rubin_moe.emulator.compile import Kernel
-from rubin_moe.emulator.issue import Handler
-from rubin_moe.emulator.machine import Cluster, EmulationError, Geometry, LaunchContext, Warp
-from rubin_moe.emulator.native.blocks import DONE, FAULTS, IDLE, QUEUE, SLICED
-from rubin_moe.emulator.state.memory import RANK_SHIFT
-from rubin_moe.emulator.state.registers import Outcome, Status
-from rubin_moe.emulator.units import bind
+from rubin_moe.emulator.machine import Cluster, EmulationError, Geometry, LaunchContext
+from rubin_moe.emulator.state.registers import Status
+from rubin_moe.emulator.worker import Limits, Turn, Worker, place_of
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """``slice``: backward branches a warp may take before it gives way; ``rounds``: used-up slices
-    (and two a warp) before the next cluster's turn; ``spins``: turns of the whole launch without
-    any event before spinning counts as deadlock; ``instructions``: budget of warp instructions, or
-    None."""
-
-    slice: int = 256
-    rounds: int = 16
-    spins: int = 2000
-    instructions: int | None = None
-
-
-#: Instructions that Python performs between two looks at the budget.
-_BUDGET_CHECK = 4096
-
-
-class _Turn:
-    """One cluster's place in the rotation."""
-
-    def __init__(self, cluster: Cluster, kernel: Kernel, limits: Limits) -> None:
-        self.cluster = cluster
-        count = len(cluster.warps)
-        self.queue = np.zeros(QUEUE["warps"] // 8 + count, np.uint64)
-        u32 = self.queue.view(np.uint32)
-        u32[QUEUE["count"] // 4] = count
-        u32[QUEUE["budget"] // 4] = limits.slice
-        u32[QUEUE["rounds"] // 4] = limits.rounds + 2 * count
-        self.queue[QUEUE["run"] // 8] = kernel.address
-        self.queue[QUEUE["cluster"] // 8] = cluster.block.ctypes.data
-        first = QUEUE["warps"] // 8
-        self.queue[first:] = [warp.state.address for warp in cluster.warps]
-        self.address = int(self.queue.ctypes.data)
-        #: site and lanes (upper half) of the warp that returned; quicker to read than an array
-        self.returned = self.queue.data.cast("B").cast("Q")[QUEUE["site"] // 8 :]
-        self.retries: list[tuple[Warp, Handler, int]] = []
-        self.stalled: set[int] = set()
+#: Seconds after which a resting cluster looks again while others are in the middle of their turn.
+_POLL = 0.002
+#: Rounds without an event before waits that only time out count as deadlock.
+_TIMEOUTS = 4
 
 
 class Scheduler:
-    """Executes one launch."""
+    """Executes one launch with one worker for each context; the caller's thread is the first."""
 
     def __init__(
-        self, kernel: Kernel, geometry: Geometry, context: LaunchContext, limits: Limits
+        self,
+        kernel: Kernel,
+        geometry: Geometry,
+        contexts: Sequence[LaunchContext],
+        limits: Limits,
     ) -> None:
-        self.kernel, self.geometry, self.context, self.limits = kernel, geometry, context, limits
-        self.handlers: dict[int, Handler] = {
-            index: bind(site, context) for index, site in kernel.compiled.sites.items()
-        }
-        self._schedule = context.runtime.schedule
-        self._performed = 0
+        self.kernel, self.geometry, self.limits = kernel, geometry, limits
+        self.workers = [Worker(kernel, context) for context in contexts]
+        self._policy = contexts[0].policy
+        self._resident = max(contexts[0].num_sms // geometry.cluster_size, 1)
+        self._origins = geometry.cluster_origins()
+        self._changed = threading.Condition()
+        self._ready: deque[Turn] = deque()
+        #: clusters whose last turn began in this epoch and ended without an event
+        self._resting: list[Turn] = []
+        self._running = 0
+        self._epoch = 0
+        self._rounds = 0
+        self._failure: BaseException | None = None
 
     def run(self) -> None:
         """Run to the end. Raises EmulationError: trap, deadlock or budget."""
-        waiting = self.geometry.cluster_origins()
-        resident = max(self.context.num_sms // self.geometry.cluster_size, 1)
-        turns: deque[_Turn] = deque()
-        self._admit(turns, waiting)
-        quiet = 0
-        while turns:
-            turn = turns[0]
-            before = self.context.runtime.effects
-            if self._run_cluster(turn):
-                turns.popleft()
-                if not turns:
-                    self._admit(turns, waiting)
-                quiet = 0
-                continue
-            self._check_budget(*turns)
-            turns.rotate(-1)
-            quiet = 0 if self.context.runtime.effects != before else quiet + 1
-            if quiet < len(turns):
-                continue
-            if len(turns) < resident and self._admit(turns, waiting):
-                turns.rotate(1)  # the newcomer goes first
-                quiet = 0
-                continue
-            quiet = self._nothing_moves(turns, quiet)
+        threads = [
+            threading.Thread(target=self._work, args=(worker,), name="emulator", daemon=True)
+            for worker in self.workers[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        self._work(self.workers[0])
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
-    def _admit(self, turns: deque[_Turn], waiting: Iterator[tuple[int, int, int]]) -> bool:
-        origin = next(waiting, None)
+    def _work(self, worker: Worker) -> None:
+        try:
+            while (turn := self._take(worker)) is not None:
+                self._give(turn, worker.run(turn))
+        except BaseException as error:  # the caller's thread raises it
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        """The first failure ends the launch."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            for worker in self.workers:
+                worker.stopped = True
+            self._changed.notify_all()
+
+    # -- the rotation, under the lock
+    def _take(self, worker: Worker) -> Turn | None:
+        """The next turn, or None when the launch has ended."""
+        with self._changed:
+            while self._failure is None:
+                if self._ready:
+                    turn = self._ready.popleft()
+                    turn.epoch = self._epoch
+                    self._running += 1
+                    return turn
+                busy = self._running + len(self._resting)
+                if busy < len(self.workers) and self._admit(worker):
+                    continue
+                if self._running:
+                    if not self._changed.wait(_POLL if self._resting else None):
+                        self._wake()
+                elif self._resting:
+                    self._nothing_moves(worker)
+                else:
+                    return None
+            return None
+
+    def _give(self, turn: Turn, done: bool) -> None:
+        """A turn has ended."""
+        with self._changed:
+            self._running -= 1
+            if done or turn.moved:
+                self._event()
+            if not done:
+                (self._resting if turn.epoch == self._epoch else self._ready).append(turn)
+                self._check_budget()
+            self._changed.notify_all()
+
+    def _event(self) -> None:
+        """Something happened that any cluster may have waited for."""
+        self._epoch += 1
+        self._rounds = 0
+        self._wake()
+
+    def _wake(self) -> None:
+        self._ready.extend(self._resting)
+        self._resting.clear()
+        self._changed.notify_all()
+
+    def _admit(self, worker: Worker) -> bool:
+        origin = next(self._origins, None)
         if origin is None:
             return False
-        cluster = Cluster(self.kernel, self.geometry, origin, self.context)
-        turns.append(_Turn(cluster, self.kernel, self.limits))
+        cluster = Cluster(self.kernel, self.geometry, origin, worker.context)
+        self._ready.appendleft(Turn(cluster, self.kernel, self.limits))
         return True
 
-    def _nothing_moves(self, turns: deque[_Turn], quiet: int) -> int:
-        """A whole round without an event: finish asynchronous work, let waits time out, or stop."""
-        if self.context.policy.advance():
-            self.context.runtime.count_effect()
-            return 0
-        spinning = any(self._spins(turn) for turn in turns)
-        if quiet > (self.limits.spins if spinning else 4) * len(turns):
+    def _nothing_moves(self, worker: Worker) -> None:
+        """A whole round without an event: admit a cluster, finish asynchronous work, let waits
+        time out, or stop."""
+        turns = list(self._resting)
+        if (len(turns) < self._resident and self._admit(worker)) or self._policy.advance():
+            self._event()
+            return
+        self._rounds += 1
+        spinning = any(turn.spins() for turn in turns)
+        if self._rounds > (self.limits.spins if spinning else _TIMEOUTS):
             self._deadlock(turns)
-        expired = [self._expire_waits(turn) for turn in turns]
+        expired = [turn.expire_waits() for turn in turns]
         if not spinning and not any(expired):
             self._deadlock(turns)
-        return quiet + 1
+        self._wake()
 
-    @staticmethod
-    def _expire_waits(turn: _Turn) -> bool:
-        """Let every try_wait return false once, as the hardware's time limit does."""
-        found = False
-        for warp in turn.cluster.warps:
-            if warp.state.get("status") == Status.MBARRIER:
-                warp.state.set("timed_out", 1)
-                warp.state.set("status", Status.READY)
-                found = True
-        return found
-
-    @staticmethod
-    def _spins(turn: _Turn) -> bool:
-        return any(warp.state.get("status") == Status.READY for warp in turn.cluster.warps)
-
-    def _run_cluster(self, turn: _Turn) -> bool:
-        """Run until the cluster is done (True), stuck, or only spins (False)."""
-        while True:
-            result = self._schedule(turn.address)
-            outcome, index = result >> 32, result & 0xFFFFFFFF
-            if outcome == Outcome.UNIT:
-                self._perform(turn, turn.cluster.warps[index])
-                self._performed += 1
-                if self._performed % _BUDGET_CHECK == 0:
-                    self._check_budget(turn)
-            elif outcome == DONE:
-                self._finish(turn.cluster)
-                return True
-            elif outcome == IDLE:
-                if not self._retry(turn) and not self._advance_while_stuck():
-                    return False
-            elif outcome == SLICED:
-                if not self._retry(turn):
-                    return False
-            elif outcome == Outcome.STALL:
-                self._stall(turn, turn.cluster.warps[index])
-            else:
-                self._trap(turn.cluster.warps[index])
-
-    def _advance_while_stuck(self) -> bool:
-        if self.context.policy.advance():
-            self.context.runtime.count_effect()
-            return True
-        return False
-
-    def _perform(self, turn: _Turn, warp: Warp) -> None:
-        packed = turn.returned[0]
-        site, mask = packed & 0xFFFFFFFF, packed >> 32
-        handler = self.handlers[site]
-        if turn.stalled:
-            turn.stalled.discard(id(warp))
-        if not self._call(handler, warp, mask, site):
-            warp.state.set("status", Status.UNIT)
-            if self.kernel.compiled.sites[site].family != "wgmma":
-                turn.retries.append((warp, handler, mask))
-
-    def _call(self, handler: Handler, warp: Warp, mask: int, site: int) -> bool:
-        try:
-            return handler(warp, mask)
-        except (ValueError, RuntimeError) as error:
-            if isinstance(error, EmulationError) and str(error).startswith("kernel "):
-                raise
-            raise EmulationError("trap", f"{self._where(warp, site)}: {error}") from error
-
-    def _retry(self, turn: _Turn) -> bool:
-        """Try the instructions that had to wait; True when one went through."""
-        still: list[tuple[Warp, Handler, int]] = []
-        moved = False
-        for warp, handler, mask in turn.retries:
-            if self._call(handler, warp, mask, warp.state.get("site")):
-                warp.state.set("status", Status.READY)
-                moved = True
-            else:
-                still.append((warp, handler, mask))
-        turn.retries = still
-        if moved:
-            self.context.runtime.count_effect()
-        return moved
-
-    def _stall(self, turn: _Turn, warp: Warp) -> None:
-        """All lanes wait at collectives: look again once, for lanes may have exited since."""
-        if id(warp) in turn.stalled:
-            lanes = warp.state.get("live")
-            raise EmulationError(
-                "deadlock",
-                f"{self._where(warp, warp.state.get('site'))}: lanes {lanes:#010x} wait at "
-                "different warp collectives for one another",
-            )
-        turn.stalled.add(id(warp))
-        warp.state.set("suspended", 0)
-
-    def _finish(self, cluster: Cluster) -> None:
-        for cta in cluster.ctas:
-            if cta.tmem is not None and cta.tmem.allocations:
-                held = dict(sorted(cta.tmem.allocations.items()))
-                raise EmulationError(
-                    "trap",
-                    f"kernel {self.kernel.name}: CTA {cta.coordinates} exits holding tensor "
-                    f"memory {held} (first column: columns)",
-                )
-
-    def _check_budget(self, *turns: _Turn) -> None:
+    # -- ends
+    def _check_budget(self) -> None:
         limit = self.limits.instructions
         if limit is None:
             return
-        done = self.context.statistics.instructions(self.kernel.compiled.segments)
+        segments = self.kernel.compiled.segments
+        done = sum(w.context.statistics.instructions(segments) for w in self.workers)
         if done > limit:
             raise EmulationError(
                 "budget",
-                f"kernel {self.kernel.name}: {done} warp instructions issued, "
-                f"the budget is {limit}; " + self._waiters(turns),
+                f"kernel {self.kernel.name}: {done} warp instructions issued, the budget is "
+                f"{limit}; " + self._waiters([*self._ready, *self._resting]),
             )
 
-    # -- reports of failure
-    def _where(self, warp: Warp, site: int) -> str:
-        info = self.kernel.compiled.instructions[site]
-        return (
-            f"kernel {self.kernel.name}, CTA {warp.cta.coordinates} (rank {warp.rank}), "
-            f"warp {warp.index}, line {info.line}: {info.opcode}"
-        )
-
-    def _trap(self, warp: Warp) -> None:
-        state = warp.state
-        code = state.get("trap_code")
-        raise EmulationError(
-            "trap",
-            f"{self._where(warp, state.get('site'))}: lane {state.get('trap_lane')}, "
-            f"{state.get_wide('trap_address'):#x}: {FAULTS.get(code, f'fault {code}')}",
-        )
-
-    def _deadlock(self, turns: deque[_Turn]) -> None:
+    def _deadlock(self, turns: Iterable[Turn]) -> None:
         raise EmulationError(
             "deadlock", f"kernel {self.kernel.name}: nothing can move. {self._waiters(turns)}"
         )
 
-    def _waiters(self, turns: Iterable[_Turn]) -> str:
+    def _waiters(self, turns: Iterable[Turn]) -> str:
         lines = []
         for turn in turns:
             for warp in turn.cluster.warps:
-                status = warp.state.get("status")
-                if status != Status.EXITED:
-                    where = self._where(warp, warp.state.get("site"))
-                    lines.append(f"{where}: {self._reason(turn.cluster, warp, status)}")
+                if warp.state.get("status") != Status.EXITED:
+                    where = place_of(self.kernel, warp, warp.state.get("site"))
+                    lines.append(f"{where}: {turn.reason(warp)}")
         return "\n".join(["waiting:", *lines])
-
-    def _reason(self, cluster: Cluster, warp: Warp, status: int) -> str:
-        state = warp.state
-        if status == Status.MBARRIER:
-            address = state.get("wait_address")
-            rank, offset = address >> RANK_SHIFT, address & 0xFFFFFF
-            word = cluster.mbarrier_at(rank, offset)
-            return f"mbarrier {offset:#x} of CTA {rank}, parity {state.get('wait_value')}: {word}"
-        if status == Status.BARRIER:
-            index = state.get("wait_address")
-            arrived, expected = warp.cta.block[4 + 4 * index : 6 + 4 * index].tolist()
-            needed = "all" if expected == 0xFFFFFFFF else str(expected)
-            return f"named barrier {index}: {arrived} of {needed} threads"
-        if status == Status.CLUSTER:
-            return f"cluster barrier: {int(cluster.block[0])} warps of {int(cluster.block[2])}"
-        if status == Status.UNIT:
-            return "an asynchronous operation or tensor-memory columns"
-        return "spinning"

@@ -28,7 +28,7 @@ from ..state.tensormap import TensorMap, decode_tensormap
 from . import copy_kernels as kernels
 from .footprint import Footprint, intervals
 from .legality import refuse, require
-from .reductions import reduce_bytes
+from .reductions import reduce_into
 
 _NO_ROWS: tuple[int, ...] = ()
 Signals = tuple[tuple[int, int, int], ...]
@@ -136,9 +136,8 @@ class TensorStore:
         for row in np.flatnonzero(clip.valid):
             at = int(clip.offsets[row])
             cells = target[at + clip.first : at + clip.last]
-            cells[:] = reduce_bytes(
-                cells, box[row, clip.first : clip.last], self.reduction, t.format.name
-            )
+            new = box[row, clip.first : clip.last]
+            reduce_into(cells, new, self.reduction, t.format.name)
 
     def reads(self) -> list[Footprint]:
         """The box in shared memory (and, reducing, its place in global memory)."""
@@ -170,7 +169,7 @@ class BulkCopy:
         for target in self.targets:
             cells = _bytes(target, self.nbytes, cluster, memory)
             if self.reduction:
-                cells[:] = reduce_bytes(cells, data, self.reduction, self.element)
+                reduce_into(cells, data, self.reduction, self.element)
             else:
                 cells[:] = data
 

@@ -1,8 +1,9 @@
 """Instructions without data: hints, fences, sleep, traps (PTX ISA 9.7.12, 9.7.13).
 
-Fences order nothing here because one thread runs all warps and asynchronous work completes when the
-policy says so; they are kept as instructions for the checking profile. Prefetches, cache policies
-and register budgets have no functional effect.
+One thread runs all warps of a cluster and asynchronous work completes when the policy says so:
+a fence orders accesses towards clusters on other threads alone, and those of proxies and barriers,
+which end at the cluster, order nothing. Prefetches, cache policies and register budgets have no
+functional effect.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from rubin_moe.emulator.native.ir import V64
 from rubin_moe.emulator.ptx.ast import Instruction
 from rubin_moe.emulator.state.registers import Outcome
 
+_ORDERS = ("sc", "acq_rel", "acquire", "release")
+
 
 def emit_hint(em: Emitter, ins: Instruction) -> None:
-    """Nothing, except that the register versions give a zero cache policy."""
+    """Nothing, except for fences of memory and a zero cache policy in a register."""
+    if ins.parts[0] == "membar" or (ins.parts[0] == "fence" and ins.parts[1] in _ORDERS):
+        em.b.fence("seq_cst")
     if ins.parts[0] == "createpolicy":
         em.write(ins.operands[0], em.b.const(0, V64))
 

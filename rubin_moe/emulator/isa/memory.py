@@ -1,7 +1,9 @@
 """Loads, stores, atomics and ``cp.async`` (PTX ISA 9.7.9).
 
-Weak, relaxed, acquire and release accesses act alike here: warps are interleaved on one thread, so
-every access is sequentially consistent. Cache operators and hints have no effect.
+Warps of a cluster are interleaved on one thread, so that their accesses are sequentially consistent
+whatever their order. Towards clusters on other threads, acquire and release are fences of the host
+and atomics are compare-and-exchange; the functions that access memory are called and never inlined,
+so that no load leaves its loop. Cache operators and hints have no effect.
 """
 
 from __future__ import annotations
@@ -73,6 +75,8 @@ def emit_load(em: Emitter, ins: Instruction) -> None:
         place = address + position * (bits // 8) if position else address
         value = em.b.call(f"emu.load{bits}", Type("i", bits, LANES), place, mask)
         em.write(item, value, signed)
+    if "acquire" in ins.parts:
+        em.b.fence("acquire")
 
 
 def emit_store(em: Emitter, ins: Instruction) -> None:
@@ -81,11 +85,13 @@ def emit_store(em: Emitter, ins: Instruction) -> None:
     count, space = element_count(ins), space_of(ins)
     mask = em.exec_mask()
     address = checked_address(em, ins.operands[0], space, count * bits // 8, mask)
+    if "release" in ins.parts:
+        em.b.fence("release")
     for position, item in enumerate(_items(ins.operands[1])):
         place = address + position * (bits // 8) if position else address
         em.b.call(f"emu.store{bits}", None, place, em.read(item, bits), mask)
     if space in ("global", "generic"):
-        em.b.call("emu.effect", None)
+        em.b.call("emu.effect", None, em.S)
 
 
 def _atomic_code(ins: Instruction) -> str:
@@ -147,7 +153,7 @@ def _atomic_call(
     which = em.b.const(ATOMICS[_atomic_code(ins)], I32)
     bits = value.ty.bits
     other = compare if compare is not None else value
-    return em.b.call(f"emu.atomic{bits}", value.ty, address, value, other, mask, which)
+    return em.b.call(f"emu.atomic{bits}", value.ty, em.S, address, value, other, mask, which)
 
 
 def emit_cp_async(em: Emitter, ins: Instruction) -> None:
@@ -169,7 +175,7 @@ def emit_cp_async(em: Emitter, ins: Instruction) -> None:
     reads = mask & counts.ne(0).bits_as(I32) if has_size else mask
     source = checked_address(em, ins.operands[1], "global", n, reads)
     em.b.call("emu.copy16", None, target, source, counts, mask, em.b.const(n, I32))
-    em.b.call("emu.count_cp_async", None, mask, em.b.const(n, I32))
+    em.b.call("emu.count_cp_async", None, em.S, mask, em.b.const(n, I32))
 
 
 def _source_size(em: Emitter, operand: Operand, full: Val) -> Val:

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from .legality import refuse
+
+
+@intrinsic
+def _exchange(typingctx: Any, address: Any, old: Any, new: Any) -> Any:
+    """Replace the integer at an address if it is ``old``, indivisibly; whether it was."""
+    sig = types.boolean(types.intp, old, new)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], args[1].type.as_pointer())
+        pair = builder.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 1)
+
+    return sig, codegen
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _exchange_all(cells, old, new):
+    """Replace elements until one is no longer ``old``; the number replaced."""
+    address = cells.ctypes.data
+    for i in range(old.size):
+        if not _exchange(address + i * cells.itemsize, old[i], new[i]):
+            return i
+    return old.size
+
 
 _DTYPES = {
     "u32": np.dtype("<u4"),
@@ -31,6 +59,23 @@ _LEGAL = {
     "or": ("b32", "b64", "u32", "s32", "u64", "s64"),
     "xor": ("b32", "b64", "u32", "s32", "u64", "s64"),
 }
+
+
+def reduce_into(
+    cells: NDArray[np.uint8], new: NDArray[np.uint8], operation: str, element: str
+) -> None:
+    """``cells = operation(cells, new)`` in place, each element indivisibly.
+
+    ``cells`` may lie in global memory that other threads reduce into.
+    """
+    at = 0
+    while at < cells.size:
+        old = cells[at:].copy()
+        result = reduce_bytes(old, new[at:], operation, element)
+        word = f"u{_DTYPES[element].itemsize}"
+        at += _DTYPES[element].itemsize * _exchange_all(
+            cells[at:].view(word), old.view(word), result.view(word)
+        )
 
 
 def reduce_bytes(

@@ -1,8 +1,8 @@
 """Memory blocks that native code and Python share, and the fault codes of native code.
 
 All offsets are bytes. Effects: native code counts every event that another warp could wait for in
-the process-wide counter ``emu.effects``; an emulator that sees the counter stand still while every
-warp waits has found a deadlock.
+its cluster; an emulator that sees the counters stand still while every warp waits has found a
+deadlock.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ CLUSTER = {
     "range_count": 20,
     "ranges": 24,  # host address of (lo, hi) pairs of legal global memory, sorted
     "tmem_columns": 32,
+    "effects": 40,  # uint64: events so far that another warp may wait for
+    "cp_async_bytes": 48,  # uint64: bytes that cp.async has written
 }
 CLUSTER_BYTES = 64
 

@@ -131,10 +131,6 @@ class NativeCode:
             raise KeyError(f"native symbol {name!r} is not defined")
         return address
 
-    def variable(self, name: str) -> int:
-        """Address of a global variable."""
-        return int(self._engine.get_global_value_address(name))
-
 
 class Runtime:
     """The loaded runtime library; its functions are visible to kernels compiled later."""
@@ -146,29 +142,15 @@ class Runtime:
         self._native = NativeCode(code)
         for name in library.function_names():
             llvm.add_symbol(name, self._native.address(name))
-        self._effects = ctypes.c_int64.from_address(self._native.variable("emu.effects"))
-        copied = self._native.variable("emu.cp_async_bytes")
-        self._cp_async_bytes = ctypes.c_int64.from_address(copied)
+        # runs for long: releases the interpreter lock
         self.schedule = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(
             self._native.address("emu.schedule")
         )
-        self.mbarrier_update = ctypes.CFUNCTYPE(
-            ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32
+        # over at once: keeps it
+        number, pointer = ctypes.c_int32, ctypes.c_void_p
+        self.mbarrier_update = ctypes.PYFUNCTYPE(
+            ctypes.c_int64, pointer, pointer, number, number, number
         )(self._native.address("emu.mbarrier_update"))
-
-    @property
-    def effects(self) -> int:
-        """Events so far that another warp may wait for."""
-        return self._effects.value
-
-    @property
-    def cp_async_bytes(self) -> int:
-        """Bytes that ``cp.async`` has written so far in this process."""
-        return self._cp_async_bytes.value
-
-    def count_effect(self) -> None:
-        """Count an event that Python caused."""
-        self._effects.value += 1
 
 
 @lru_cache(maxsize=1)

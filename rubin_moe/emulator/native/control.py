@@ -127,7 +127,7 @@ def _exit(b: Builder, S: Val) -> None:
     arrived = b.field(cluster, CLUSTER["arrived"], I32)
     with b.if_(arrived.ne(0) & arrived.cmp("uge", warps)):
         b.call("emu.cluster_complete", None, cluster)
-    count_effect(b)
+    count_effect(b, cluster)
     b.ret()
 
 

@@ -264,6 +264,17 @@ class Builder:
         align = align or max(value.ty.bits // 8, 1)
         self.lines.append(f"  store {value}, {pointer}, align {align}")
 
+    def compare_exchange(self, pointer: Val, old: Val, new: Val) -> tuple[Val, Val]:
+        """``cmpxchg``: the scalar found there, and (i1) whether it was ``old`` and replaced."""
+        text = f"cmpxchg {pointer}, {old}, {new} seq_cst seq_cst, align {old.ty.bits // 8}"
+        pair = f"{{ {old.ty}, i1 }} {self.emit(text, old.ty).text}"
+        found = self.emit(f"extractvalue {pair}, 0", old.ty)
+        return found, self.emit(f"extractvalue {pair}, 1", I1)
+
+    def fence(self, ordering: str) -> None:
+        """``acquire``, ``release`` or ``seq_cst``, towards other threads."""
+        self.lines.append(f"  fence {ordering}")
+
     def field(self, base: Val, offset: int, ty: Type) -> Val:
         """Load the field at a constant byte offset."""
         return self.load(self.gep(base, offset), ty)

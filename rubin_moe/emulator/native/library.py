@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rubin_moe.emulator.native.ir import I64, PTR, Builder, Type, Val
+from rubin_moe.emulator.native.blocks import CLUSTER
+from rubin_moe.emulator.native.ir import I64, Builder, Type, Val
 
 FunctionBody = Callable[..., None]
-#: Process-wide counters of native code.
-COUNTERS = ("emu.effects", "emu.cp_async_bytes")
 _FUNCTIONS: dict[str, tuple[Type | None, list[tuple[str, Type]], FunctionBody]] = {}
 
 
@@ -32,7 +31,7 @@ def function_names() -> list[str]:
 def library_text() -> str:
     """LLVM IR of the whole runtime."""
     declarations: set[str] = set()
-    texts = [f'@"{name}" = global i64 0, align 8' for name in COUNTERS]
+    texts: list[str] = []
     for name, (result, params, body) in _FUNCTIONS.items():
         builder = Builder(declarations)
         builder.label("entry")
@@ -43,7 +42,12 @@ def library_text() -> str:
     return "\n".join([*external, *texts])
 
 
-def count_effect(b: Builder) -> None:
+def add_to_counter(b: Builder, cluster: Val, name: str, amount: Val | int) -> None:
+    """Add to a 64-bit counter of the cluster; only the thread that runs it touches them."""
+    counter = b.gep(cluster, CLUSTER[name])
+    b.store(b.load(counter, I64) + amount, counter)
+
+
+def count_effect(b: Builder, cluster: Val) -> None:
     """Count an event that another warp may wait for."""
-    counter = Val(b, '@"emu.effects"', PTR)
-    b.store(b.load(counter, I64) + 1, counter)
+    add_to_counter(b, cluster, "effects", 1)

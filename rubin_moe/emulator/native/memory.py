@@ -22,7 +22,7 @@ from rubin_moe.emulator.native.ir import (
     Type,
     Val,
 )
-from rubin_moe.emulator.native.library import count_effect, runtime_function
+from rubin_moe.emulator.native.library import add_to_counter, count_effect, runtime_function
 from rubin_moe.emulator.state.registers import FIELDS
 
 
@@ -185,12 +185,17 @@ def _define_atomic(bits: int) -> None:
     scalar, vector = Type("i", bits), Type("i", bits, LANES)
 
     @runtime_function(
-        f"emu.atomic{bits}", vector, a=V64, value=vector, compare=vector, mask=I32, which=I32
-    )
-    def atomic(b: Builder, a: Val, value: Val, compare: Val, mask: Val, which: Val) -> None:
-        """Lanes in ascending order; returns the old values."""
+        f"emu.atomic{bits}", vector,
+        S=PTR, a=V64, value=vector, compare=vector, mask=I32, which=I32,
+    )  # fmt: skip
+    def atomic(b: Builder, S: Val, a: Val, value: Val, compare: Val, mask: Val, which: Val) -> None:
+        """Lanes in ascending order; returns the old values.
+
+        Each is a compare-and-exchange that repeats until no other thread came between, so that
+        clusters which run on other threads see one indivisible operation.
+        """
         slots = {"a": a, "v": value, "c": compare, "r": b.const(0, vector)}
-        memory = {}
+        memory = {"s": b.alloca_slot(scalar)}
         for key, initial in slots.items():
             memory[key] = b.alloca_slot(initial.ty)
             b.store(initial, memory[key], 64)
@@ -199,15 +204,23 @@ def _define_atomic(bits: int) -> None:
             wide = lane.cast("zext", I64)
             place = wide * step
             address = b.load(b.gep(memory["a"], wide << 3), I64).cast("inttoptr", PTR)
-            old = b.load(address, scalar)
+            seen = memory["s"]
+            b.store(b.load(address, scalar), seen)
             v = b.load(b.gep(memory["v"], place), scalar)
             c = b.load(b.gep(memory["c"], place), scalar)
+            again, done = b.fresh("again"), b.fresh("exchanged")
+            b.br(again)
+            b.label(again)
+            old = b.load(seen, scalar)
             result = old
             for name, candidate in _atomic_results(b, old, v, c).items():
                 result = which.eq(ATOMICS[name]).select(candidate, result)
-            b.store(result, address)
+            now, unchanged = b.compare_exchange(address, old, result)
+            b.store(now, seen)
+            b.cond_br(unchanged, done, again)
+            b.label(done)
             b.store(old, b.gep(memory["r"], place))
-        count_effect(b)
+        count_effect(b, b.field(S, FIELDS["cluster"], PTR))
         b.ret(b.load(memory["r"], vector, 64), vector)
 
 
@@ -235,17 +248,16 @@ def _copy16(b: Builder, dst: Val, src: Val, count: Val, mask: Val, size: Val) ->
     b.ret()
 
 
-@runtime_function("emu.effect", None)
-def _effect(b: Builder) -> None:
+@runtime_function("emu.effect", None, S=PTR)
+def _effect(b: Builder, S: Val) -> None:
     """A store to memory that other warps may poll."""
-    count_effect(b)
+    count_effect(b, b.field(S, FIELDS["cluster"], PTR))
     b.ret()
 
 
-@runtime_function("emu.count_cp_async", None, mask=I32, size=I32)
-def _count_cp_async(b: Builder, mask: Val, size: Val) -> None:
-    """Add the bytes of a cp.async to the process-wide counter."""
-    lanes = b.call("llvm.ctpop.i32", I32, mask)
-    counter = Val(b, '@"emu.cp_async_bytes"', PTR)
-    b.store(b.load(counter, I64) + (lanes * size).cast("zext", I64), counter)
+@runtime_function("emu.count_cp_async", None, S=PTR, mask=I32, size=I32)
+def _count_cp_async(b: Builder, S: Val, mask: Val, size: Val) -> None:
+    """Add the bytes of a cp.async to the cluster's counter."""
+    copied = (b.call("llvm.ctpop.i32", I32, mask) * size).cast("zext", I64)
+    add_to_counter(b, b.field(S, FIELDS["cluster"], PTR), "cp_async_bytes", copied)
     b.ret()

@@ -14,8 +14,8 @@ from rubin_moe.emulator.state.registers import FIELDS
 _COUNT = word_format.COUNT_MASK
 
 
-@runtime_function("emu.mbarrier_update", I64, word=PTR, count=I32, tx=I32, drop=I32)
-def _mbarrier_update(b: Builder, word: Val, count: Val, tx: Val, drop: Val) -> None:
+@runtime_function("emu.mbarrier_update", I64, cluster=PTR, word=PTR, count=I32, tx=I32, drop=I32)
+def _mbarrier_update(b: Builder, cluster: Val, word: Val, count: Val, tx: Val, drop: Val) -> None:
     """``count`` arrivals and ``tx`` bytes added; ``drop`` leaves the expected count of later
     phases. Returns the word before, or a fault code (below 64)."""
     value = b.load(word, I64)
@@ -38,7 +38,7 @@ def _mbarrier_update(b: Builder, word: Val, count: Val, tx: Val, drop: Val) -> N
     out = out | (total & ((1 << word_format.TX_BITS) - 1)) << word_format.TX_SHIFT
     out = out | phase << word_format.PHASE_SHIFT
     b.store(out | (word_format.MARKER << word_format.MARKER_SHIFT), word)
-    count_effect(b)
+    count_effect(b, cluster)
     b.ret(value, I64)
 
 
@@ -75,7 +75,7 @@ def _mbarrier_arrive(
     b: Builder, S: Val, address: Val, count: Val, tx: Val, drop: Val, mask: Val
 ) -> None:
     """Arrivals of the lanes in ascending order; returns the words before (state tokens)."""
-    words = _words(b, S, address)
+    words, cluster = _words(b, S, address), b.field(S, FIELDS["cluster"], PTR)
     counts, bytes_, tokens = b.alloca_slot(V32), b.alloca_slot(V32), b.alloca_slot(V64)
     b.store(count, counts, 64)
     b.store(tx, bytes_, 64)
@@ -86,7 +86,7 @@ def _mbarrier_arrive(
         n = b.load(b.gep(counts, wide << 2), I32)
         x = b.load(b.gep(bytes_, wide << 2), I32)
         dropped = drop.ne(0).select(n, b.const(0, I32))
-        old = b.call("emu.mbarrier_update", I64, host, n, x, dropped)
+        old = b.call("emu.mbarrier_update", I64, cluster, host, n, x, dropped)
         with b.if_(old.cmp("ult", 64)):
             where = host.cast("ptrtoint", I64) - b.field(S, FIELDS["smem"], I64)
             record_fault(b, S, old.cast("trunc", I32), lane, where)
@@ -142,7 +142,7 @@ def _barrier_arrive(b: Builder, S: Val, index: Val, expected: Val, threads: Val)
     everyone = b.field(cta, blocks.CTA_LIVE, I32) * 32
     needed = expected.eq(blocks.ALL_THREADS).select(everyone, expected)
     total = arrived + threads
-    count_effect(b)
+    count_effect(b, b.field(S, FIELDS["cluster"], PTR))
     with b.if_(total.cmp("uge", needed)):
         b.call("emu.barrier_complete", None, slot)
         b.ret(1)
@@ -159,7 +159,7 @@ def _cluster_arrive(b: Builder, S: Val) -> None:
     b.set_field(S, FIELDS["cluster_token"], token)
     arrived = b.field(cluster, CLUSTER["arrived"], I32) + 1
     b.set_field(cluster, CLUSTER["arrived"], arrived)
-    count_effect(b)
+    count_effect(b, cluster)
     with b.if_(arrived.cmp("uge", b.field(cluster, CLUSTER["live"], I32))):
         b.call("emu.cluster_complete", None, cluster)
     b.ret()

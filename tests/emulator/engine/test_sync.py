@@ -1,9 +1,12 @@
 """Named barriers, clusters, mbarriers, flags across CTAs, and reports of deadlock."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from rubin_moe.emulator import Device, EmulationError, Limits, load_ptx
+from rubin_moe.emulator.native.blocks import CLUSTER_BYTES
 from rubin_moe.emulator.native.compiler import runtime
 from rubin_moe.emulator.state.mbarrier import MbarrierWord, pack, unpack
 from tests.emulator.engine.harness import module, run
@@ -169,7 +172,8 @@ def test_mbarrier_misuse_traps(code: str, fault: str) -> None:
 
 def test_transactions_may_arrive_before_they_are_expected() -> None:
     word = np.array([pack(MbarrierWord(1, 1, 0, 0))], np.uint64)
-    update = runtime().mbarrier_update
+    cluster = np.zeros(CLUSTER_BYTES // 8, np.uint64)
+    update = partial(runtime().mbarrier_update, cluster.ctypes.data)
     update(word.ctypes.data, 0, -64, 0)
     assert unpack(int(word[0])) == MbarrierWord(1, 1, -64, 0)
     update(word.ctypes.data, 1, 64, 0)
