@@ -50,6 +50,13 @@ PACKAGES = ("nvidia-cutlass-dsl", "nvidia-cuda-nvcc", "flashinfer-python", "torc
 TOKENS = (1, 4, 8, 16, 23, 32, 48, 64, 96, 128)
 N, K, EXPERTS = 256, 512, 3  # two experts get every token, the third none
 Row = dict[str, Any]
+METRICS = {"registers": 1, "spill_bytes": 1, "smem_bytes": 1, "tmem_columns": 1, "stages": -1}
+"""1: less is better, -1: more is."""
+REASONS = {
+    "registers": "one block an SM on both sides, so nothing waits for registers: 320 threads may "
+    "take 204 each; the epilogue keeps 32 columns of a lane at once",
+    "smem_bytes": "the block's shared memory is the ring: more of it is more stages",
+}
 
 
 @dataclass(frozen=True)
@@ -223,6 +230,28 @@ def _first_attribute(kernel: Any, *names: str) -> int | None:
     return next((int(v) for n in names if (v := getattr(kernel, n, None)) is not None), None)
 
 
+def comparisons(rows: list[Row]) -> list[Row]:
+    """Our plans beside FlashInfer's of the same tile, metric by metric; a reason where one is
+    worse."""
+    made = []
+    for peer in (r for r in rows if r["whose"] == "FlashInfer"):
+        tile_n = int(peer["kernel"].rsplit(" ", 1)[1].split("x")[1])
+        own = next(
+            r
+            for r in rows
+            if r["whose"] == "rubin-moe"
+            and r["gemm"] == peer["gemm"]
+            and f"ue4m3 128x{tile_n}x" in r["kernel"]
+        )
+        row: Row = {"table": "comparison", "ours": own["kernel"], "peer": peer["kernel"]}
+        for metric, sign in METRICS.items():
+            row[metric] = [own[metric], peer[metric]]
+            if sign * own[metric] > sign * peer[metric]:
+                row.setdefault("worse", {})[metric] = REASONS[metric]
+        made.append(row)
+    return made
+
+
 def padding_row(peer: Peer, tokens: int, own: Report, theirs: Report) -> Row:
     """Both sides' multiply-adds of one batch."""
     useful = 2 * tokens * N * K
@@ -261,7 +290,7 @@ def main(
         "executed_on": "the emulator; not measured on hardware",
         "shape": f"padding: {EXPERTS} experts, one empty, N = {N}, K = {K}, NVFP4 with UE4M3",
     }
-    write_result(output, head | provenance(PACKAGES), rows + padding)
+    write_result(output, head | provenance(PACKAGES), rows + comparisons(rows) + padding)
     bad = [r for r in rows if r["whose"] == "rubin-moe" and r["spill_bytes"]]
     bad += [r for r in padding if not r["no_worse"]]
     for row in bad:

@@ -124,14 +124,15 @@ def decode(arch: ArchSpec, kind: str, word: int) -> Decoded:
     )
 
 
-def runtime_n(valid_tokens: int, tile_n: int = 256) -> int:
-    """Instruction N of a tile that holds ``valid_tokens``: up to the next multiple of 16, which is
-    the 2-CTA rule and legal for one CTA. Raises PlanError for an empty or overfull tile."""
+def runtime_n(valid_tokens: int, tile_n: int = 256, cta_group: int = 2) -> int:
+    """Instruction N of a tile that holds ``valid_tokens``: up to the next multiple of 16, of 8 for
+    a 1-CTA instruction. Raises PlanError for an empty or overfull tile."""
     if valid_tokens <= 0:
         raise PlanError("a tile of zero tokens has no instruction: N = 0 is illegal, skip the tile")
     if valid_tokens > tile_n:
         raise PlanError(f"{valid_tokens} tokens in a tile of {tile_n}")
-    return (valid_tokens + 15) & -16
+    step = 8 * cta_group
+    return -(-valid_tokens // step) * step
 
 
 def patch_runtime(static: int, valid_tokens: int, sfa_taddr: int, sfb_taddr: int) -> int:

@@ -89,6 +89,11 @@ def test_runtime_n(tokens, n):
     assert instr_desc.runtime_n(tokens) == n
 
 
+@pytest.mark.parametrize(("tokens", "n"), [(1, 8), (8, 8), (9, 16), (23, 24), (256, 256)])
+def test_runtime_n_of_one_cta(tokens, n):
+    assert instr_desc.runtime_n(tokens, cta_group=1) == n
+
+
 def test_23_tokens_shift_the_second_cta_by_minus_112():
     assert instr_desc.tiled_tma_shift(23, 256) == -112
 

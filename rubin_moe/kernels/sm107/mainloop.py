@@ -223,7 +223,8 @@ class Mainloop:
             tile = Int32(bid)
             while tile < total:
                 count = ptx.load_s32(work + Int64(ptx.div_u32(tile, row_tiles)) * WORK_BYTES + 8)
-                idesc = Int32(plan.idesc) | ((((count + 15) & -16) >> 3) << 17)
+                # N in eighths: a 1-CTA instruction takes any multiple of 8
+                idesc = Int32(plan.idesc) | (((count + 7) >> 3) << 17)
                 ptx.mbarrier_wait(bars.acc_empty + 8 * acc, acc_parity)
                 ptx.tcgen05_fence_after()
                 d = tmem + acc * plan.tmem.start("acc1")
