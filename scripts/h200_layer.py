@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,12 +148,12 @@ def routings(shape: Shape, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
     return out
 
 
-def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """One CUDA graph of all calls, after a warm-up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls * 2:
+        for call in (*calls, *calls):
             call()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def median_us(calls: list[Callable[[], object]], budget_ms: float = 60) -> float:
+def median_us(calls: Sequence[Callable[[], object]], budget_ms: float = 60) -> float:
     """Median time of one call in microseconds: replays of one graph of all calls."""
     graph = graph_of(calls)
 

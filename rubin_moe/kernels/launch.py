@@ -89,26 +89,56 @@ class DriverError(RubinMoeError):
     """A call of the CUDA driver failed."""
 
 
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute`` with an integer value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
 class DriverLauncher:
-    """Launches through the CUDA driver on torch's current stream and context."""
+    """Launches through the CUDA driver on torch's current stream and context.
+
+    A kernel that waits for the launches before it (``griddepcontrol.wait``) starts while they end.
+    """
 
     _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
         self._images: list[Any] = []
+        self._waits: dict[str, bool] = {}
 
     def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
         """Asynchronous; errors of earlier launches may surface here, as always with CUDA."""
         function = self._function(kernel)
         values = [ctypes.create_string_buffer(part, len(part)) for part in pack(args)]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._call(
-            "cuLaunchKernel", function, grid, 1, 1, kernel.block, 1, 1, kernel.smem_bytes, stream,
-            pointers, None,
-        )  # fmt: skip
+        config = _Config((grid, 1, 1), (kernel.block, 1, 1), kernel.smem_bytes)
+        config.stream = torch.cuda.current_stream().cuda_stream
+        if self._waits_itself(kernel):
+            overlap = _Attribute(self._PROGRAMMATIC, 0, (1,))
+            config.attributes, config.num_attributes = ctypes.pointer(overlap), 1
+        self._call("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
+
+    def _waits_itself(self, kernel: CompiledKernel) -> bool:
+        if kernel.key not in self._waits:
+            self._waits[kernel.key] = "griddepcontrol.wait" in kernel.ptx
+        return self._waits[kernel.key]
 
     def _function(self, kernel: CompiledKernel) -> ctypes.c_void_p:
         where = (kernel.key, torch.cuda.current_device())

@@ -445,12 +445,23 @@ def add_release(address, value):
     )
 
 
-def fetch_add(address, value) -> Int32:
+def fetch_add_release(address, value) -> Int32:
+    """As `add_release`; the value before the addition."""
     return inline_ptx(
-        "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};",
+        "fence.acq_rel.gpu;\natom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};",
         write_only_types=[Int32],
         read_only_args=[address, value],
     )
+
+
+def launch_dependents():
+    """The next launch of the stream may start; it sees nothing of this one before its own wait."""
+    inline_ptx("griddepcontrol.launch_dependents;")
+
+
+def wait_for_launches_before():
+    """Until the launches before this one are over and their writes are seen."""
+    inline_ptx("griddepcontrol.wait;")
 
 
 def fence_proxy_async_all():

@@ -11,7 +11,7 @@ brings the tokens of a pass to shared memory.
 
 An FC1 tile holds gate and up of 8 features, so that both meet in a thread. Intermediate rows and
 FC2's results are indexed by pair (token x top_k + choice); the sum over the choices runs in their
-order. The last block sets the counters back to zero, so that a captured launch can be replayed.
+order. A launch leaves the counters ready for the next one, so that it can be captured and replayed.
 """
 
 import cutlass
@@ -27,7 +27,7 @@ from rubin_moe.kernels.sm90.route import Router, count_of, expert_of, first_of
 from rubin_moe.kernels.sm90.stream import Stream
 
 CHAINS = 2  # independent accumulators of a tile, so that MMAs need not wait for one another
-DONE, FIRST_PASS = 32, 64  # int32 words of the counters: blocks that are done; passes
+FIRST_PASS = 32  # int32 word of the counters, behind the grid's
 
 
 class DecodeMoe:
@@ -65,8 +65,8 @@ class DecodeMoe:
         """Launch. Addresses of: weight tiles, float32 alphas ``[E, 2]`` and ``[E]``, float32 biases
         ``[E, tiles13, 16]`` in tile order and ``[E, hidden]``, bfloat16 x ``[M, hidden]``, int32
         ids and float32 weights ``[M, top_k]``, int32 map, scratch h bfloat16 ``[M top_k, padded
-        I]`` and partial float32 ``[M top_k, slabs, hidden]``, bfloat16 out, int32 counters, which
-        are zero before and after."""
+        I]`` and partial float32 ``[M top_k, slabs, hidden]``, bfloat16 out, int32 counters, zero
+        before the first launch."""
         self.kernel(
             w13, w2, alpha13, alpha2, bias13, bias2, x, ids, weights, expert_map, h, partial, out,
             counters, num_tokens,
@@ -105,6 +105,8 @@ class DecodeMoe:
         lane = thread & 31
         smem = ptx.smem_base()
         self.set_up(smem, thread)
+        ptx.launch_dependents()
+        ptx.wait_for_launches_before()
         num_pairs = num_tokens * sizes.top_k
         passes = self.router.route(smem, thread, warp, lane, ids, expert_map, num_pairs)
         all1 = passes * sizes.tiles13
@@ -120,9 +122,9 @@ class DecodeMoe:
                 smem, warp, lane, w13, w2, alpha13, alpha2, bias13, bias2, weights, h, partial,
                 counters, first1, last1, first2, last2,
             )  # fmt: skip
-        self.wait_for_all(thread, counters, grid)
+        self.wait_for_all(thread, block, counters, grid)
+        self.reset(thread, block, counters, grid, passes)
         self.sum_choices(smem, thread, block, grid, partial, out, num_tokens)
-        self.reset(smem, thread, counters, grid, passes)
 
     @cute.jit
     def set_up(self, smem, thread):
@@ -499,12 +501,15 @@ class DecodeMoe:
     # ---- weighted sum
 
     @cute.jit
-    def wait_for_all(self, thread, counters, grid):
+    def wait_for_all(self, thread, block, counters, grid):
+        """Each launch adds 2^31 to the counter in all: when its top bit has turned, all are here.
+        It never has to be set back."""
         cute.arch.sync_threads()
         if thread == 0:
-            ptx.add_release(counters, Int32(1))
+            rest = Int32(-(2**31)) - (grid - 1)
+            old = ptx.fetch_add_release(counters, rest if block == 0 else Int32(1))
             seen = ptx.load_acquire(counters)
-            while seen < grid:
+            while (seen ^ old) >= 0:
                 seen = ptx.load_acquire(counters)
         cute.arch.sync_threads()
 
@@ -540,17 +545,9 @@ class DecodeMoe:
             piece += (plan.threads >> 3) * grid
 
     @cute.jit
-    def reset(self, smem, thread, counters, grid, passes):
-        """The last block to get here: no other reads the counters any more."""
-        last = smem + self.plan.offsets["last"]
-        if thread == 0:
-            ptx.store_shared_b32(last, ptx.fetch_add(counters + DONE * 4, Int32(1)))
-        cute.arch.sync_threads()
-        if ptx.load_shared_s32(last) == grid - 1:
-            i = Int32(thread)
-            while i < passes:
-                ptx.store_s32(counters + Int64(FIRST_PASS + i) * 4, Int32(0))
-                i += self.plan.threads
-            if thread == 0:
-                ptx.store_s32(counters, Int32(0))
-                ptx.store_s32(counters + DONE * 4, Int32(0))
+    def reset(self, thread, block, counters, grid, passes):
+        """The passes' counters for the next launch; behind the wait nobody reads them."""
+        i = Int32(block) + thread * grid
+        while i < passes:
+            ptx.store_s32(counters + Int64(FIRST_PASS + i) * 4, Int32(0))
+            i += self.plan.threads * grid

@@ -21,7 +21,7 @@ from rubin_moe.layouts.fp4_hopper import HopperBlocks
 from rubin_moe.layouts.gate_up import GateUpRows
 
 SOURCES = ("kernels/cute", "kernels/sm90")
-MAX_COUNTERS = 64 + 4096
+MAX_COUNTERS = 32 + 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ class Sm90Kernel:
         return found
 
     def _zeroed(self, device: torch.device) -> Tensor:
-        """Counters that each launch leaves as it found them; launches of a layer run in order."""
+        """Counters that a launch leaves ready for the next; launches of a layer run in order."""
         if device not in self._counters:
             self._counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
         return self._counters[device]

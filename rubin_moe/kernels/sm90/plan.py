@@ -190,7 +190,6 @@ class DecodePlan:
             ("segments", 2 * self.segments * self.sizes.num_experts),
             ("first", 4 * self.sizes.num_experts),
             ("groups", 4 * self.groups),
-            ("last", 4),
         ):
             out[name] = at
             at += -(-nbytes // 16) * 16
@@ -203,8 +202,8 @@ class DecodePlan:
 
     @property
     def counters(self) -> int:
-        """int32 words that are zero between launches: two of the grid, then one a pass."""
-        return 64 + self.max_passes
+        """int32 words: one of the grid, then one a pass, which is zero between launches."""
+        return 32 + self.max_passes
 
     def __str__(self) -> str:
         chosen = " ".join(f"{f.name}={getattr(self.tiles, f.name)}" for f in fields(Tiles))
