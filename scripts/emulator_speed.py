@@ -1,11 +1,13 @@
 #!/usr/bin/env python
 """Measures how fast the emulator executes, on one core of this machine.
 
-    python scripts/emulator_speed.py [--rounds N] [--output PATH]
+    python scripts/emulator_speed.py [--rounds N] [--output PATH] [--only-threads]
 
 Writes docs/results/emulator_speed.json. All times are CPU time of this process (one thread), best
 of the rounds, so that a busy machine does not distort them; wall time is recorded beside the whole
-kernel. Nothing here says anything about the speed of a GPU.
+kernel. What a second thread gains is a ratio of wall times, taken in turns, with the load of the
+machine beside it; --only-threads measures that row alone and leaves the others as they are.
+Nothing here says anything about the speed of a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -185,6 +188,48 @@ def measure_gemm(rounds: int) -> dict[str, Any]:
     }
 
 
+def measure_threads(rounds: int) -> dict[str, Any]:
+    """Wall seconds with one and with two threads, in turns: the whole kernel and ALU code."""
+    kernels: dict[str, dict[str, float]] = {}
+    with emulated_device("sm_107a") as gpu:
+        prepared = GEMM.case().prepare()
+        prepared.run(gpu)
+
+        def gemm(workers: int) -> Report:
+            gpu.device.workers = workers
+            return run_gemm(prepared.launch, gpu)[0]
+
+        kernels["whole kernel"] = _in_turns(gemm, rounds)
+    module, device = load_ptx(class_kernel("integer")[0]), Device("sm_107a")
+    memory = np.zeros(128, np.uint32)
+    kernels["integer, 32 CTAs"] = _in_turns(
+        lambda workers: device.launch(module, 32, 128, [memory], workers=workers), rounds
+    )
+    return {
+        "what": "best wall seconds of a launch on one and on two threads, measured in turns",
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "kernels": kernels,
+    }
+
+
+def _in_turns(launch: Callable[[int], Report], rounds: int) -> dict[str, float]:
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for workers, times in seconds.items():
+            report = launch(workers)
+            if report.workers != workers:
+                raise SystemExit(f"{report.kernel} ran on {report.workers} threads")
+            times.append(report.seconds)
+    one, two = (min(times) for times in seconds.values())
+    return {
+        "one_thread_s": round(one, 4),
+        "two_threads_s": round(two, 4),
+        "speedup": round(one / two, 2),
+    }
+
+
 _STARTUP = """
 import sys, time
 sys.path.insert(0, {root!r})
@@ -227,8 +272,12 @@ def measure_startup() -> dict[str, Any]:
 def main(
     rounds: Annotated[int, typer.Option(help="Repetitions; the best counts.")] = 5,
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_speed.json",
+    only_threads: Annotated[bool, typer.Option(help="Measure that row alone.")] = False,
 ) -> None:
     """Measure and record."""
+    if only_threads:
+        _write(output, json.loads(output.read_text()) | {"threads": measure_threads(rounds)})
+        return
     classes = {name: round(measure_class(name, rounds), 1) for name in CLASSES}
     gemm = measure_gemm(rounds)
     result = {
@@ -244,7 +293,12 @@ def main(
         "million_per_s_by_class": classes,
         "whole_kernel": gemm,
         "startup": measure_startup(),
+        "threads": measure_threads(rounds),
     }
+    _write(output, result)
+
+
+def _write(output: Path, result: dict[str, Any]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
