@@ -25,6 +25,18 @@ COMMANDS: dict[str, str] = {
 }
 """Command name -> module of this package."""
 
+EXTRAS = {
+    "torch": "cpu",
+    "numba": "cpu",
+    "llvmlite": "emulator",
+    "cutlass": "cute",
+    "triton": "triton",
+    "vllm": "vllm",
+    "transformers": "vllm",
+    "matplotlib": "dev",
+}
+"""What the light installation lacks: import name -> extra that brings it."""
+
 
 class LazyGroup(TyperGroup):
     """A group whose commands are imported one by one, on use.
@@ -67,7 +79,7 @@ def version() -> None:
 def main() -> None:
     """Console entry point: a refusal is one message and exit code 2, never a traceback.
 
-    Files that cannot be read or written are refusals too.
+    Files that cannot be read or written are refusals too, and so is a missing extra.
     """
     from rubin_moe.errors import RubinMoeError
 
@@ -75,6 +87,14 @@ def main() -> None:
         app()
     except RubinMoeError as error:
         _refuse(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        _refuse(
+            f"this needs {package}, which is not installed: "
+            f"pip install 'rubin-moe[{EXTRAS[package]}]'"
+        )
     except OSError as error:
         place = "" if error.filename is None else f"{error.filename}: "
         _refuse(f"{place}{error.strerror or error}")

@@ -1,5 +1,6 @@
 """``rubin-moe demo``: serve a small model with vLLM on this machine and let it speak."""
 
+import importlib.util
 import time
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,8 @@ def demo(
     from rubin_moe.adapters.vllm import server
     from rubin_moe.loader.load import ModelCheckpoint
 
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("no vllm to serve with", name="vllm")
     if ModelCheckpoint(model).quant is None:  # told now, not by vLLM in a minute
         raise ConfigError(f"{model}: its config has no quantization_config")
     typer.echo(f"starting vllm serve {model} --quantization rubin_moe", err=True)

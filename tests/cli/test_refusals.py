@@ -1,5 +1,6 @@
 """Whatever a user gives: a sentence and exit code 2, never a traceback."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -50,6 +51,20 @@ def test_a_refusal_is_a_sentence(call, tmp_path, monkeypatch, capsys):
     assert stop.value.code == 2
     # What is no option's business is one line; the parser draws a box around its own.
     assert CALLS[call] in " ".join(said.replace("\u2502", " ").split())
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(cli, "app", lambda: importlib.import_module("triton.language"))
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "rubin-moe: this needs triton, which is not installed: pip install 'rubin-moe[triton]'\n"
+    )
+    monkeypatch.setattr(cli, "app", lambda: importlib.import_module("rubin_moe.no_such_module"))
+    with pytest.raises(ModuleNotFoundError):  # a defect of ours stays one
+        cli.main()
 
 
 def test_a_file_that_cannot_be_written(tmp_path, monkeypatch, capsys):
