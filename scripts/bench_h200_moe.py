@@ -1,9 +1,10 @@
 """A whole MoE layer on one GPU, ours beside other projects', all in one run.
 
 ``worker SHAPE IMPLEMENTATION`` sets one up, checks it, says that it is ready, waits, and times
-itself alone. ``all`` starts a worker for each, so that they set up and compile side by side, lets
-one after another time, and writes the report. Times are medians of CUDA-graph replays over rotated
-routings, from top-k ids and weights to the weighted sum, bfloat16 activations.
+itself alone, twice; ``us`` is the better pass. ``all`` starts a worker for each, so that they set
+up and compile side by side, lets one after another time, and writes the report. Times are medians
+of CUDA-graph replays over rotated routings, from top-k ids and weights to the weighted sum, with
+bfloat16 activations.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from h200_layer import (
     SHAPES,
     SILU,
     Shape,
+    experts_touched,
     median_us,
     random_weights,
     reference,
@@ -96,7 +98,7 @@ def worker(shape_name: str, name: str, folder: Path) -> None:
         routed = routings(shape, m)
         calls = [make(x, ids, router) for ids, router in routed]
         calls[0]()
-        touched = statistics.mean(ids.unique().numel() for ids, _ in routed)
+        touched = experts_touched(routed)
         cases.append((m, calls, touched))
     torch.cuda.synchronize()
     (folder / f"{stem}.ready").touch()
@@ -159,10 +161,12 @@ def run_all(
             left_out[name] = (folder / f"{name}.log").read_text()[-300:]
         print(f"{time.monotonic() - start:.0f} s: {name}", flush=True)
     rows = [r for f in sorted(folder.glob("*.*.json")) for r in json.loads(f.read_text())]
-    write(report, rows, left_out)
+    write(report, rows, left_out, _versions(peer_site))
 
 
-def write(report: Path, rows: list[dict[str, Any]], left_out: dict[str, str]) -> None:
+def write(
+    report: Path, rows: list[dict[str, Any]], left_out: dict[str, str], versions: dict[str, str]
+) -> None:
     """The report: rows, the best peer of each cell, geometric mean and minimum of the ratios."""
     cells = []
     for ours in (r for r in rows if r["impl"] == OURS):
@@ -182,10 +186,10 @@ def write(report: Path, rows: list[dict[str, Any]], left_out: dict[str, str]) ->
              "ratio": round(best["us"] / ours["us"], 3)}
         )  # fmt: skip
     ratios = [c["ratio"] for c in cells]
-    facts = {
+    facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name(0),
         "date": datetime.date.today().isoformat(),
-        "versions": {p: v for p in PACKAGES if (v := _version(p))},
+        "versions": versions,
         "summary": {
             "geomean_ratio": round(statistics.geometric_mean(ratios), 3) if ratios else None,
             "min_ratio": min(ratios, default=None),
@@ -200,11 +204,21 @@ def write(report: Path, rows: list[dict[str, Any]], left_out: dict[str, str]) ->
     print({k: v for k, v in facts["summary"].items() if k != "cells"}, sorted(left_out))
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+@app.command()
+def table(report: Path) -> None:
+    """The report's cells as a Markdown table."""
+    print("| shape | M | us | floor | of floor | best peer | us | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    for c in json.loads(report.read_text())["summary"]["cells"]:
+        numbers = f"{c['us']:.1f} | {c['floor_us']:.1f} | {100 * c['of_floor']:.0f} %"
+        peer = f"{c['best_peer']} | {c['peer_us']:.1f} | {c['ratio']:.2f}"
+        print(f"| {c['shape']} | {c['num_tokens']} | {numbers} | {peer} |")
+
+
+def _versions(peer_site: str) -> dict[str, str]:
+    path = [*(p for p in peer_site.split(":") if p), *sys.path]
+    found = {d.metadata["Name"]: d.version for d in distributions(path=path)}
+    return {name: found[name] for name in PACKAGES if name in found}
 
 
 if __name__ == "__main__":

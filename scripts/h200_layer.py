@@ -148,6 +148,11 @@ def routings(shape: Shape, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
     return out
 
 
+def experts_touched(routed: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Distinct experts of a routing, on average."""
+    return statistics.mean(len(set(ids.flatten().tolist())) for ids, _ in routed)
+
+
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """One CUDA graph of all calls, after a warm-up."""
     stream = torch.cuda.Stream()

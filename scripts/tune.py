@@ -17,7 +17,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from h200_layer import SHAPES, Shape, median_us, random_weights, reference, relative, routings
+from h200_layer import (
+    SHAPES,
+    Shape,
+    experts_touched,
+    median_us,
+    random_weights,
+    reference,
+    relative,
+    routings,
+)
 
 from rubin_moe.errors import PlanError
 from rubin_moe.kernels import tuning
@@ -78,7 +87,9 @@ def compile_one(job: tuple[str, DecodePlan]) -> str:
 class Fixed(Sm90Kernel):
     """The layer with one plan, whatever the table says."""
 
-    plan: DecodePlan
+    def __init__(self, shape: Shape, plan: DecodePlan) -> None:
+        super().__init__(shape.problem(), launcher("driver"), _multiprocessors())
+        self.plan = plan
 
     def _plan(self, num_tokens: int) -> DecodePlan:
         return self.plan
@@ -88,20 +99,20 @@ def measure(name: str) -> list[dict[str, Any]]:
     """Rows of one shape: every number of tokens, every candidate."""
     shape = SHAPES[name]
     weights = random_weights(shape)
-    kernel = Fixed(shape.problem(), launcher("driver"), _multiprocessors())
-    prepared = kernel.prepare(weights)
+    any_plan = choice.choose(shape.problem(), 1)
+    prepared = Fixed(shape, any_plan).prepare(weights)
     rows: list[dict[str, Any]] = []
     for m in TOKENS:
         x = torch.randn(m, shape.hidden, device="cuda").bfloat16()
         routed = routings(shape, m)
-        touched = sum(ids.unique().numel() for ids, _ in routed) / len(routed)
+        touched = experts_touched(routed)
         expected = reference(weights, shape.activation, x, *routed[0])
         first = None
         for tiles in CANDIDATES[name]:
             plan = plan_of(shape, tiles, m)
             if plan is None or not worth(tiles, m):
                 continue
-            kernel.plan = plan
+            kernel = Fixed(shape, plan)
             out = kernel.run(prepared, x, *routed[0])
             error = relative(out, expected)
             first = out if first is None else first

@@ -1,5 +1,6 @@
 """Tiles for a problem and a number of tokens: measured ones, else a default. Standard library."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from rubin_moe.errors import PlanError
@@ -43,14 +44,18 @@ def choose(problem: MoEProblem, num_tokens: int) -> DecodePlan:
     bucket = next(b for b in BUCKETS if b >= pairs)
     sizes = sizes_of(problem)
     measured = tuning.nearest("sm90", shape_key(sizes), num_tokens)
-    if measured is not None:
-        return check(DecodePlan(sizes, Tiles(**measured), bucket))
-    for tiles in _DEFAULTS:
+    first = () if measured is None else _narrower(Tiles(**measured))
+    for tiles in (*first, *_DEFAULTS):
         try:
             return check(DecodePlan(sizes, tiles, bucket))
         except PlanError:
             continue
     raise PlanError(f"hidden {problem.hidden}: no tiles fit into shared memory")
+
+
+def _narrower(tiles: Tiles) -> tuple[Tiles, ...]:
+    """Measured tiles, then fewer warps: the tables of a larger launch take their memory."""
+    return tuple(replace(tiles, warps=n) for n in range(tiles.warps, 3, -1))
 
 
 def shape_key(sizes: LayerSizes) -> dict[str, int]:

@@ -57,7 +57,7 @@ class Sm90Kernel:
         self._launch = launch
         self._num_blocks = num_blocks
         self._counters: dict[torch.device, Tensor] = {}
-        self._kernels: dict[DecodePlan, CompiledKernel] = {}
+        self._kernels: dict[int, CompiledKernel] = {}
 
     def prepare(self, weights: ExpertWeights) -> Sm90Experts:
         """Blocks of both projections, expert by expert.
@@ -131,31 +131,36 @@ class Sm90Kernel:
             x = (x.float() * topk_weights).to(x.dtype)
             topk_weights = torch.ones_like(topk_weights)
         x, ids, weights = x.contiguous(), topk_ids.int().contiguous(), topk_weights.contiguous()
+        if x.data_ptr() % 16:  # bulk copies read it
+            x = x.clone()
         where = None if expert_map is None else expert_map.int().contiguous()
-        result = out if out is not None and out.is_contiguous() else torch.empty_like(x)
+        fits = out is not None and out.is_contiguous() and out.data_ptr() % 8 == 0
+        result = out if out is not None and fits else torch.empty_like(x)
         step = max_tokens(self.problem)
-        for at in range(0, x.shape[0], step):
-            piece = slice(at, at + step)
-            self._run(prepared, x[piece], ids[piece], weights[piece], where, result[piece])
+        rows = (x, ids, weights, result)
+        if x.shape[0] <= step:
+            self._run(prepared, where, *rows)
+        else:
+            for pieces in zip(*(t.split(step) for t in rows), strict=True):
+                self._run(prepared, where, *pieces)
         return result if out is None or out is result else out.copy_(result)
 
     def _run(
         self,
         w: Sm90Experts,
+        expert_map: Tensor | None,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        expert_map: Tensor | None,
         out: Tensor,
     ) -> None:
         m, sizes = x.shape[0], self.sizes
-        plan = self._plan(m)
         pairs = m * sizes.top_k
         h = torch.empty((pairs, sizes.padded_intermediate), dtype=x.dtype, device=x.device)
         shape = (pairs, sizes.slabs, sizes.hidden)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         self._launch.launch(
-            self._kernel(plan),
+            self._kernel(m),
             self._num_blocks,
             [
                 w.w13, w.w2, w.alpha13, w.alpha2, w.bias13, w.bias2, x, ids, weights, expert_map,
@@ -166,11 +171,12 @@ class Sm90Kernel:
     def _plan(self, num_tokens: int) -> DecodePlan:
         return choose(self.problem, num_tokens)
 
-    def _kernel(self, plan: DecodePlan) -> CompiledKernel:
-        found = self._kernels.get(plan)
+    def _kernel(self, num_tokens: int) -> CompiledKernel:
+        found = self._kernels.get(num_tokens)
         if found is None:
+            plan = self._plan(num_tokens)
             found = decode_kernel(plan, self.problem.activation, self.problem.has_bias)
-            self._kernels[plan] = found
+            self._kernels[num_tokens] = found
         return found
 
     def _zeroed(self, device: torch.device) -> Tensor:

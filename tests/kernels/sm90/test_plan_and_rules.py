@@ -83,8 +83,8 @@ def test_parts_and_blocks_divide(k_blocks):
     [
         (Tiles(31, 4, 9, 9), "bytes of shared memory"),
         (Tiles(5, split=True), "do not share the warps"),
-        (Tiles(pass_tokens=12), "passes of 8 or 16"),
-        (Tiles(28, slots=1, split=True), "named barriers"),
+        (Tiles(pass_tokens=12), "passes of 8, 16 or 24"),
+        (Tiles(28, slots=1, split=True), "groups of warps"),
     ],
 )
 def test_tiles_that_cannot_be_built(tiles, reason):
