@@ -11,7 +11,6 @@ from torch import Tensor
 from rubin_moe.arch import SM107A
 from rubin_moe.errors import CheckpointError, FormatError
 from rubin_moe.formats.experts import ExpertWeights
-from rubin_moe.formats.quantize import quantize
 from rubin_moe.formats.spec import FORMATS, NVFP4_UE4M3, BlockFormat
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.compile_cache import compiled
@@ -23,6 +22,7 @@ from rubin_moe.layouts.gate_up import GateUpRows
 from rubin_moe.layouts.sm107_tiles import Sm107Tiles
 
 SOURCES = ("kernels/cute", "kernels/sm107")
+DTYPES = ("bfloat16", "float16", "float32")
 ROWS = GateUpRows(stripe=16, half_multiple=64)
 
 
@@ -111,6 +111,7 @@ class Sm107Kernel:
         """See `rubin_moe.kernels.base.ExpertsKernel.run`."""
         p = self.problem
         m, top_k = topk_ids.shape
+        dtype = x.dtype
         ids = topk_ids.long()
         if expert_map is not None:
             ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], ids)
@@ -123,15 +124,28 @@ class Sm107Kernel:
         codes, scales = self._quantized(x, prepared.input_dec)
         hidden = self._fc1(plan, prepared, work, codes, scales)
         summed = self._fc2(plan, prepared, work, *hidden, num_tokens=m)
-        return summed.to(x.dtype) if out is None else out.copy_(summed)
+        if not p.deterministic:
+            return summed.to(dtype) if out is None else out.copy_(summed)
+        total = self._sum(summed, dtype)
+        return total if out is None else out.copy_(total)
 
     def _quantized(self, x: Tensor, dec: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of every token, once, with K padded by zeros to whole tiles."""
-        k = plans.tiles_of(self.problem.hidden) * plans.TILE_K
-        padded = torch.zeros(x.shape[0], k, dtype=torch.float32, device=x.device)
-        padded[:, : x.shape[1]] = x
-        q = quantize(padded, self.act_fmt, dec if self.act_fmt.has_global else None)
-        return q.qdata, q.sf
+        m, hidden = x.shape
+        tiles = plans.tiles_of(hidden)
+        codes = torch.empty(m, 128 * tiles, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(m, 16 * tiles, dtype=torch.uint8, device=x.device)
+        kernel = quantize_kernel(self.scale, _dtype(x))
+        self._launch.launch(
+            kernel,
+            self._ctas(scales.numel(), kernel),
+            [x.contiguous(), dec, codes, scales, hidden // 16, 16 * tiles, scales.numel()],
+        )
+        return codes, scales
+
+    def _ctas(self, threads: int, kernel: CompiledKernel) -> int:
+        """Blocks of an elementwise kernel: a thread each, up to a few for every SM."""
+        return max(1, min(-(-threads // kernel.block), 8 * self._num_ctas))
 
     def _fc1(
         self, plan: plans.GemmPlan, w: Sm107Experts, work: Work, codes: Tensor, scales: Tensor
@@ -161,7 +175,7 @@ class Sm107Kernel:
         scales: Tensor,
         num_tokens: int,
     ) -> Tensor:
-        """float32 ``[M, hidden]``. Deterministic: a slot for each choice, summed in their order."""
+        """float32 ``[M, hidden]``; deterministic: ``[M, top_k, hidden]``, a slot a choice."""
         p = self.problem
         atomic = not p.deterministic
         rows = torch.arange(work.token.numel(), dtype=torch.int32, device=codes.device)
@@ -176,12 +190,25 @@ class Sm107Kernel:
                 w.w2.shape[2], w.w2.shape[1], p.hidden,
             ],
         )  # fmt: skip
-        if atomic:
-            return out
-        total = out[:, 0].clone()
-        for choice in range(1, p.top_k):
-            total += out[:, choice]
-        return total
+        return out
+
+    def _sum(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each token's choices in their order."""
+        m, top_k, hidden = slots.shape
+        out = torch.empty(m, hidden, dtype=dtype, device=slots.device)
+        kernel, total = sum_kernel(_dtype(out)), m * hidden // 4
+        self._launch.launch(
+            kernel, self._ctas(total, kernel), [slots, out, hidden // 4, top_k, total]
+        )
+        return out
+
+
+def _dtype(tensor: Tensor) -> str:
+    """As torch names it. Raises FormatError for one that the kernels do not read or write."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise FormatError(f"hidden states of {name}; the kernels take {', '.join(DTYPES)}")
+    return name
 
 
 def fc1_kernel(plan: plans.GemmPlan) -> CompiledKernel:
@@ -206,6 +233,29 @@ def fc2_kernel(plan: plans.GemmPlan, atomic: bool) -> CompiledKernel:
     return _compiled("sm107_gemm_finalize", f"{plan!r} {atomic}", plan, build)
 
 
+def quantize_kernel(scale: str, dtype: str) -> CompiledKernel:
+    """Tokens to NVFP4, from the cache or compiled now."""
+
+    def build() -> tuple[object, tuple[object, ...]]:
+        from rubin_moe.kernels.sm107.quantize_tokens import QuantizeTokens
+
+        return QuantizeTokens(scale, dtype), _example_args(4)
+
+    constants = f"{scale} {dtype}"
+    return compiled("sm107_quantize_tokens", SM107A.name, constants, SOURCES, 128, 0, build)
+
+
+def sum_kernel(dtype: str) -> CompiledKernel:
+    """The sum over choices, from the cache or compiled now."""
+
+    def build() -> tuple[object, tuple[object, ...]]:
+        from rubin_moe.kernels.sm107.sum_choices import SumChoices
+
+        return SumChoices(dtype), _example_args(2)
+
+    return compiled("sm107_sum_choices", SM107A.name, dtype, SOURCES, 128, 0, build)
+
+
 def _compiled(
     name: str,
     constants: str,
@@ -215,11 +265,13 @@ def _compiled(
     return compiled(name, SM107A.name, constants, SOURCES, plans.THREADS, plan.smem_bytes, build)
 
 
-def _example_args() -> tuple[object, ...]:
+def _example_args(addresses: int = 10) -> tuple[object, ...]:
+    """Addresses, three sizes, the grid, a stream."""
     from cutlass import Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
-    return (*(Int64(0) for _ in range(10)), *(Int32(1) for _ in range(4)), make_fake_stream())
+    sizes = (Int32(1) for _ in range(4))
+    return (*(Int64(0) for _ in range(addresses)), *sizes, make_fake_stream())
 
 
 def build(problem: MoEProblem) -> Sm107Kernel:
