@@ -29,6 +29,7 @@ from rubin_moe.provenance import provenance, write_result  # noqa: E402
 
 PACKAGES = ("nvidia-cutlass-dsl", "torch")
 TOGETHER = 8
+KERNELS = (("fc1", 128, "ue4m3"), ("fc2", 32, "ue5m3"))
 CHILD = """
 import json, sys, time
 import torch
@@ -101,8 +102,7 @@ def main(
 ) -> None:
     """Measure and write."""
     load = os.getloadavg()[0]
-    rows = [kernel_row(g, n, s) for g, n, s in (("fc1", 32, "ue5m3"), ("fc1", 128, "ue4m3"))]
-    rows += [kernel_row(g, n, s) for g, n, s in (("fc2", 32, "ue5m3"), ("fc2", 128, "ue4m3"))]
+    rows = [kernel_row(g, n, s) for g, n, s in KERNELS]
     rows.append(together())
     head = {
         "what": "compile time of the sm_107a kernels, cold and from the disk cache",

@@ -173,7 +173,12 @@ class GatherGemmSwiglu:
 
     @cute.jit
     def activate(self, taddr, alpha_gate, alpha_up):
-        """Gate and up of 32 tokens in real units, then ``up * gate * sigmoid(gate)``."""
+        """Gate and up of 32 tokens in real units, then ``up * gate * sigmoid(gate)``.
+
+        Relative error at most (11 + 2.3 |gate|) 2^-24, so 2^-17 where |gate| <= 32: ex2.approx 4
+        and rcp.approx 2 (PTX ISA), five roundings, the exponent's 1.23 |gate|, gate's own through
+        silu |gate|.
+        """
         both = ptx.tmem_load("16x64b", 16, [taddr, taddr + (16 << 16)], 16)
         out = []
         for i in cutlass.range_constexpr(16):
