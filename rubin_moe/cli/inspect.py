@@ -141,9 +141,10 @@ def _print(summary: "CheckpointSummary", surveyed: "list[LayerScales]", shard: "
     for found in surveyed:
         _print_scales(console, found)
     if any(x.spec for x in summary.layers):
-        even = set(summary.tp_sizes(pad=False))
-        sizes = ", ".join(f"{t}{'' if t in even else ' (padded)'}" for t in summary.tp_sizes())
-        console.print(f"TP sizes: {sizes or 'none'}", markup=False)
+        even = summary.tp_sizes(pad=False)
+        padded = [t for t in summary.tp_sizes() if t not in even]
+        more = f"; with padding {_ranges(padded)}" if padded else ""
+        console.print(f"TP sizes: {', '.join(map(str, even)) or 'none'}{more}", markup=False)
         console.print(f"EP sizes: {', '.join(map(str, summary.ep_sizes()))}", markup=False)
         where = f"TP {shard.tp_size}, EP {shard.ep_size}"
         console.print(f"expert bytes a rank at {where}: {summary.rank_bytes(shard):,}")
@@ -188,6 +189,17 @@ def _print_scales(console: Any, found: "LayerScales") -> None:
             f"  gate and up of {len(found.unlike)} experts have global scales of their own, "
             f"at most {max(worst, 1 / worst):.3g} apart: kept apart, no loss"
         )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``3, 5-7``."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][-1] + 1:
+            found[-1].append(n)
+        else:
+            found.append([n])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in found)
 
 
 def _short(layers: list[str]) -> str:

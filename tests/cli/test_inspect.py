@@ -95,3 +95,9 @@ def test_exclusions_that_match_nothing_are_told(tmp_path):
     found = run(path)
     assert "'model.layers.77*' matches no module" in found.output
     assert "1 of 2 exclusions match" in found.output
+
+
+def test_tp_sizes_are_told_apart_by_padding(tmp_path):
+    source = layer("nvfp4-ue4m3", intermediate=96)
+    found = run(folder(source, Style()).write(tmp_path / "a"))
+    assert "TP sizes: 1, 2, 3, 6; with padding 4-5" in found.output
