@@ -97,7 +97,24 @@ def bind_tmem_store(site: UnitSite, context: LaunchContext) -> Handler:
         cluster = warp.cta.cluster
         cluster.require_columns(op, warp.cta, lambda: [op.footprint(warp.rank)])
         context.statistics.tmem_places.add((*op.box[2:], "tcgen05.st"))
-        op.store(cluster.tmem(warp.rank), vector(site, warp, data))
+        held = vector(site, warp, data)
+        if context.policy.deferred:
+            held = held.copy()  # read at issue
+        work = partial(op.store, cluster.tmem(warp.rank), held)
+        submit_group(warp, site, "wait::st", ("wait::st", id(warp)), work)
+        return True
+
+    return handler
+
+
+def bind_tmem_wait(site: UnitSite, context: LaunchContext) -> Handler:
+    """wait::ld and wait::st: the warp's earlier stores are complete (loads are, once issued)."""
+    kind = site.parts[1]
+
+    def handler(warp: Warp, mask: int) -> bool:
+        if not all(op.done for op in warp.open_group[kind]):
+            return False
+        warp.open_group[kind].clear()
         return True
 
     return handler

@@ -14,7 +14,7 @@ from rubin_moe.emulator.machine import LaunchContext, Warp
 
 
 def _bind_done(site: UnitSite, context: LaunchContext) -> Handler:
-    """Nothing is outstanding: tensor-memory loads and stores, and earlier launches."""
+    """Nothing is outstanding: earlier launches are over."""
 
     def handler(warp: Warp, mask: int) -> bool:
         return True
@@ -35,7 +35,7 @@ _BINDERS: dict[str, Binder] = {
     "tmem_store": tensor_core.bind_tmem_store,
     "tmem_copy": tensor_core.bind_tmem_copy,
     "tmem_commit": tensor_core.bind_tmem_commit,
-    "tmem_wait": _bind_done,
+    "tmem_wait": tensor_core.bind_tmem_wait,
     "tcgen05_mma": tensor_core.bind_tcgen05_mma,
     "wgmma": tensor_core.bind_wgmma,
     "wgmma_group": copies.bind_group("wgmma"),

@@ -150,6 +150,21 @@ def test_tensor_memory_keeps_what_a_warp_stored() -> None:
     assert report.peak_tmem_columns == 64
 
 
+@pytest.mark.parametrize("wait", ["tcgen05.wait::st.sync.aligned;", ""])
+def test_a_missing_wait_for_tensor_memory_shows_under_some_seed(wait: str) -> None:
+    """Without wait::st the load may overtake the store."""
+    kernel = TMEM.format(store=0, free=FREE)
+    assert wait in kernel
+    kernel = kernel.replace(wait, "")
+    right = []
+    for seed in SEEDS:
+        a = np.zeros(32, np.uint32)
+        run(module(kernel, ".param .u64 a"), [a], seed=seed)
+        right.append((a == 3 * np.arange(32)).all())
+    assert all(right) == (not wait)
+    assert any(right)
+
+
 @pytest.mark.parametrize(
     ("store", "free", "fault"),
     [
