@@ -36,11 +36,12 @@ class Shape:
     fmt: str
     activation: Activation = SILU
     bias: bool = False
+    dtype: str = "bfloat16"
 
     def problem(self) -> MoEProblem:
         return MoEProblem(
             self.num_experts, self.num_experts, self.top_k, self.hidden, self.intermediate,
-            FORMATS[self.fmt], self.activation, has_bias=self.bias,
+            FORMATS[self.fmt], self.activation, dtype=self.dtype, has_bias=self.bias,
         )  # fmt: skip
 
     def floor_us(self, num_tokens: int, experts: float) -> float:

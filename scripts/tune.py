@@ -138,7 +138,7 @@ def _multiprocessors() -> int:
 def main(
     shapes: list[str],
     compile_only: Annotated[bool, typer.Option("--compile")] = False,
-    folder: Path = tuning.FOLDER / "sm90",
+    folder: Path | None = None,
 ) -> None:
     """Tunes the named shapes, or compiles their candidates."""
     if compile_only:
@@ -153,6 +153,7 @@ def main(
             for line in pool.imap_unordered(compile_one, sorted(jobs, key=str)):
                 print(line, flush=True)
         return
+    folder = folder or tuning.folder() / "sm90"
     folder.mkdir(parents=True, exist_ok=True)
     for name in shapes:
         rows = measure(name)

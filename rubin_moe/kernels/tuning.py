@@ -14,8 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rubin_moe.shapes import configs_dir
+
 logger = logging.getLogger(__name__)
-FOLDER = Path(__file__).parents[2] / "configs" / "tuning"
+
+
+def folder() -> Path:
+    """Where the files are, by architecture."""
+    return configs_dir() / "tuning"
 
 
 def file_name(shape: Mapping[str, int]) -> str:
@@ -35,7 +41,7 @@ def nearest(arch: str, shape: Mapping[str, int], num_tokens: int) -> dict[str, A
 
 @cache
 def _rows(arch: str, name: str) -> list[dict[str, Any]]:
-    path = FOLDER / arch / name
+    path = folder() / arch / name
     if not path.is_file():
         logger.info("%s: no measured tiles for %s, using the default", arch, name)
         return []

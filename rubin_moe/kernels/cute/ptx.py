@@ -359,11 +359,11 @@ def broadcast_f32(value, lane: int) -> Float32:
     )
 
 
-def mma_bf16(c, a, b0, b1) -> list[Float32]:
-    """c + a b: rows x tokens m16n8, K = 16; c four values, a four registers."""
+def mma_m16n8k16(kind: str, c, a, b0, b1) -> list[Float32]:
+    """c + a b: 16 rows x 8 tokens, ``bf16`` or ``f16``; c four values, a four registers."""
     return list(
         inline_ptx(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
             "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, "
             "{{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
             write_only_types=[Float32] * 4,
@@ -372,9 +372,12 @@ def mma_bf16(c, a, b0, b1) -> list[Float32]:
     )
 
 
-def mul_bf16x2(x, y) -> Uint32:
+def mul_x2(kind: str, x, y) -> Uint32:
+    """Two ``bf16`` or ``f16`` products."""
     return inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y]
+        f"mul.rn.{kind}x2 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[x, y],
     )
 
 
@@ -395,9 +398,10 @@ def select_bytes(x, selector: int) -> Uint32:
     )
 
 
-def pack_bf16x2(low, high) -> Uint32:
+def pack_x2(kind: str, low, high) -> Uint32:
+    """Two floats as ``bf16`` or ``f16``, to nearest even."""
     return inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+        f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};",
         write_only_types=[Uint32],
         read_only_args=[low, high],
     )

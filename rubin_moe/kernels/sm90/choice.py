@@ -9,6 +9,7 @@ from rubin_moe.kernels import tuning
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.sm90.plan import MAX_PAIRS, DecodePlan, LayerSizes, Tiles, check
 
+KINDS = {"bfloat16": "bf16", "float16": "f16"}
 BUCKETS = (512, MAX_PAIRS)  # of pairs: the routing tables' sizes that kernels are built for
 _DEFAULTS = tuple(
     Tiles(warps, 2, blocks, blocks, False, 8, buffers)
@@ -25,6 +26,7 @@ def sizes_of(problem: MoEProblem) -> LayerSizes:
         problem.intermediate,
         problem.activation.gated,
         problem.weight_format == MXFP4,
+        KINDS.get(problem.dtype, ""),
     )
 
 

@@ -63,9 +63,9 @@ class DecodeMoe:
         stream,
     ):
         """Launch. Addresses of: weight tiles, float32 alphas ``[E, 2]`` and ``[E]``, float32 biases
-        ``[E, tiles13, 16]`` in tile order and ``[E, hidden]``, bfloat16 x ``[M, hidden]``, int32
-        ids and float32 weights ``[M, top_k]``, int32 map, scratch h bfloat16 ``[M top_k, padded
-        I]`` and partial float32 ``[M top_k, slabs, hidden]``, bfloat16 out, int32 counters, zero
+        ``[E, tiles13, 16]`` in tile order and ``[E, hidden]``, 16-bit x ``[M, hidden]``, int32
+        ids and float32 weights ``[M, top_k]``, int32 map, scratch h 16-bit ``[M top_k, padded
+        I]`` and partial float32 ``[M top_k, slabs, hidden]``, 16-bit out, int32 counters, zero
         before the first launch."""
         self.kernel(
             w13, w2, alpha13, alpha2, bias13, bias2, x, ids, weights, expert_map, h, partial, out,
@@ -366,23 +366,26 @@ class DecodeMoe:
     @cute.jit
     def multiply(self, block, tokens, lane, acc):
         """One block of weights: four MMAs for each eight tokens."""
+        sizes = self.plan.sizes
         words = ptx.load_shared_v4(block + lane * 16)
-        if cutlass.const_expr(self.plan.sizes.exponent_only):
+        if cutlass.const_expr(sizes.exponent_only):
             at = ((lane & 2) << 3) + ((lane >> 2) << 1)
         else:
             at = lane * 2
         low, high = scale_pairs(
-            ptx.load_shared_u16(block + 512 + at), self.plan.sizes.exponent_only
+            ptx.load_shared_u16(block + 512 + at), sizes.exponent_only, sizes.kind
         )
         b = []
         for n in cutlass.range_constexpr(self.tiles_n):
             row = tokens + n * 8 * self.plan.token_pitch
             b.append(ptx.load_shared_v4(row) + ptx.load_shared_v4(row + 16))
         for j in cutlass.range_constexpr(4):
-            a = pairs(words[j], low, high)
+            a = pairs(words[j], low, high, sizes.kind)
             for n in cutlass.range_constexpr(self.tiles_n):
                 at = ((j % CHAINS) * self.tiles_n + n) * 4
-                c = ptx.mma_bf16([acc[at + i] for i in range(4)], a, b[n][2 * j], b[n][2 * j + 1])
+                c = ptx.mma_m16n8k16(
+                    sizes.kind, [acc[at + i] for i in range(4)], a, b[n][2 * j], b[n][2 * j + 1]
+                )
                 for i in cutlass.range_constexpr(4):
                     acc[at + i] = c[i]
 
@@ -426,7 +429,7 @@ class DecodeMoe:
 
     @cute.jit
     def finish1(self, smem, lane, total, tile, index, scales, h):
-        """Real units, bias, activation, bfloat16; rows g and g + 8 are gate and up of a feature."""
+        """Real units, bias, activation, 16 bits; rows g and g + 8 are gate and up of a feature."""
         plan = self.plan
         sizes = plan.sizes
         word, low, high, bias_low, bias_high = scales
@@ -443,13 +446,15 @@ class DecodeMoe:
                 if cutlass.const_expr(sizes.gated):
                     value = activate(self.activation, upper, lower)
                     feature = row_tile * 8 + (lane >> 2)
-                    ptx.store_b16(row + Int64(feature) * 2, ptx.pack_bf16x2(value, value))
+                    ptx.store_b16(row + Int64(feature) * 2, ptx.pack_x2(sizes.kind, value, value))
                 else:
                     feature = row_tile * 16 + (lane >> 2)
                     first = activate(self.activation, upper, upper)
                     second = activate(self.activation, lower, lower)
-                    ptx.store_b16(row + Int64(feature) * 2, ptx.pack_bf16x2(first, first))
-                    ptx.store_b16(row + Int64(feature + 8) * 2, ptx.pack_bf16x2(second, second))
+                    ptx.store_b16(row + Int64(feature) * 2, ptx.pack_x2(sizes.kind, first, first))
+                    ptx.store_b16(
+                        row + Int64(feature + 8) * 2, ptx.pack_x2(sizes.kind, second, second)
+                    )
 
     @cute.jit
     def scales2(self, smem, lane, tile, index, alpha2, bias2, weights):
@@ -539,8 +544,8 @@ class DecodeMoe:
                         total[i] = total[i] + (values[i] if expert >= 0 else Float32(0.0))
                 ptx.store_v2_b32(
                     out + (Int64(token) * sizes.hidden + column) * 2,
-                    ptx.pack_bf16x2(total[0], total[1]),
-                    ptx.pack_bf16x2(total[2], total[3]),
+                    ptx.pack_x2(sizes.kind, total[0], total[1]),
+                    ptx.pack_x2(sizes.kind, total[2], total[3]),
                 )
             piece += (plan.threads >> 3) * grid
 

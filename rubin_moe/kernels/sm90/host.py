@@ -103,7 +103,7 @@ class Sm90Kernel:
             codes, sf = proj.qdata[expert], proj.sf[expert].clone()
             for half, part in enumerate(sf.chunk(halves)):
                 where = f"{weights.name}.{name} of expert {weights.expert_ids[expert]}"
-                scales = kernel_scales(part, weights.fmt, where)
+                scales = kernel_scales(part, weights.fmt, self.sizes.kind, where)
                 part.copy_(scales.scale_bytes)
                 factors[expert, half] = scales.factor
                 if scales.zero is not None:

@@ -44,7 +44,7 @@ class LayerSizes:
     """What the kernel is compiled for.
 
     Attributes:
-        block_bytes: a block's codes and scales; exponent_only: UE8M0 scales for 32 elements.
+        exponent_only: UE8M0 scales for 32 elements. kind: ``bf16`` or ``f16``, of activations.
     """
 
     num_experts: int
@@ -53,6 +53,7 @@ class LayerSizes:
     intermediate: int
     gated: bool
     exponent_only: bool
+    kind: str = "bf16"
 
     @property
     def block_bytes(self) -> int:

@@ -4,7 +4,7 @@ from rubin_moe.errors import PlanError
 from rubin_moe.formats.spec import WEIGHT_FORMATS
 from rubin_moe.kernels.base import KernelPlan, MoEProblem, Target
 from rubin_moe.kernels.sm90 import plan as plans
-from rubin_moe.kernels.sm90.choice import choose
+from rubin_moe.kernels.sm90.choice import KINDS, choose
 
 DSL = "nvidia-cutlass-dsl"
 
@@ -22,8 +22,8 @@ def why_not_problem(problem: MoEProblem) -> str | None:
         return f"multiplies NVFP4 and MXFP4 weights; these are {problem.weight_format}"
     if problem.activation_format != "16bit":
         return f"multiplies 16-bit activations, not {problem.activation_format}"
-    if problem.dtype != "bfloat16":
-        return f"multiplies bfloat16 activations; the model's are {problem.dtype}"
+    if problem.dtype not in KINDS:
+        return f"multiplies {' and '.join(KINDS)} activations; the model's are {problem.dtype}"
     if problem.num_experts > plans.MAX_EXPERTS or problem.top_k > plans.MAX_TOP_K:
         return f"at most {plans.MAX_EXPERTS} experts and top-{plans.MAX_TOP_K}"
     if problem.hidden % plans.ROWS or problem.hidden > plans.MAX_HIDDEN:

@@ -34,13 +34,17 @@ class Emulated(Sm90Kernel):
 
 
 def kernel_of(
-    layer: moe.Layer, top_k: int = 2, seed: int | None = None, tiles: Tiles = TILES
+    layer: moe.Layer,
+    top_k: int = 2,
+    seed: int | None = None,
+    tiles: Tiles = TILES,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Emulated:
     problem = problem_of(
         weights_of(layer),
         top_k,
         Activation(layer.kind, layer.limit, layer.alpha, layer.beta),  # type: ignore[arg-type]
-        torch.bfloat16,
+        dtype,
         router_weight_on_input=layer.weight_on_input,
     )
     kernel = Emulated(problem, EmulatorLauncher(seed, keep_reports=True), NUM_BLOCKS)

@@ -34,6 +34,14 @@ def test_formats_and_activations(fmt, kind):
     assert_close(layer, x, ids, weights, run(kernel_of(layer), layer, x, ids, weights))
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_float16(fmt):
+    layer = small(fmt)
+    x, ids, weights = batch(layer, 7)
+    kernel = kernel_of(layer, dtype=torch.float16)
+    assert_close(layer, x.half(), ids, weights, run(kernel, layer, x.half(), ids, weights))
+
+
 @pytest.mark.parametrize("kind", problems.ROUTINGS)
 @pytest.mark.parametrize("num_tokens", [1, 33])
 def test_routings(num_tokens, kind):

@@ -50,7 +50,7 @@ def test_published_shapes_have_a_plan(name, num_tokens):
     ("fields", "reason"),
     [
         ({"activation_format": "mxfp8"}, "16-bit activations"),
-        ({"dtype": "float32"}, "bfloat16 activations; the model's are float32"),
+        ({"dtype": "float32"}, "bfloat16 and float16 activations; the model's are float32"),
         ({"num_experts": 2048}, "at most 1024 experts"),
         ({"hidden": 16384}, "hidden 16384"),
     ],
@@ -93,33 +93,54 @@ def test_tiles_that_cannot_be_built(tiles, reason):
         check(DecodePlan(sizes, tiles, 512))
 
 
-@pytest.mark.parametrize(("fmt", "last"), [(NVFP4_UE4M3, 0x7E), (NVFP4_UE5M3, 0xEF), (MXFP4, 125)])
-def test_every_scale_survives_exactly(fmt, last):
-    """The kernel's value of a byte, as the hardware reads its bfloat16, times the factor."""
-    codes = torch.arange(0, last + 1, dtype=torch.uint8)
-    scales = kernel_scales(codes, fmt, "test")
+@pytest.mark.parametrize(
+    ("fmt", "kind", "first", "last"),
+    [
+        (NVFP4_UE4M3, "bf16", 0, 0x7E),
+        (NVFP4_UE4M3, "f16", 0, 0x7E),
+        (NVFP4_UE5M3, "bf16", 0, 0xEF),
+        (NVFP4_UE5M3, "bf16", 4, 0xFE),
+        (NVFP4_UE5M3, "f16", 0x30, 0xDF),
+        (MXFP4, "bf16", 0, 125),
+        (MXFP4, "bf16", 129, 254),
+        (MXFP4, "f16", 110, 134),
+    ],
+)
+def test_every_scale_survives_exactly(fmt, kind, first, last):
+    """The kernel's value of a byte, as the hardware reads its 16 bits, times the factor."""
+    codes = torch.arange(first, last + 1, dtype=torch.uint8)
+    scales = kernel_scales(codes, fmt, kind, "test")
     field = scales.scale_bytes.to(torch.int32)
-    bits = field << 7 if fmt == MXFP4 else field * 16 + 0x6F80
-    value = (bits << 16).view(torch.float32).double() * 2.0**-126 * scales.factor
+    if kind == "f16":
+        bits = (field << (10 if fmt == MXFP4 else 7)).to(torch.int16)
+        value = bits.view(torch.float16).double() * 2.0**-14
+    else:
+        bits = field << 7 if fmt == MXFP4 else field * 16 + 0x6F80
+        value = (bits << 16).view(torch.float32).double() * 2.0**-126
     expected = quant.SCALES[quant.SCALE_TYPE[fmt.name]][codes.numpy()]
     zero = np.zeros(len(codes), bool) if scales.zero is None else scales.zero.numpy()
     assert np.array_equal(zero, expected == 0)
-    assert np.array_equal(value.numpy()[~zero], expected[~zero])
+    assert np.array_equal((value * scales.factor).numpy()[~zero], expected[~zero])
+    # the smallest unit of a product: half of an element's, an eighth of a scale with mantissa
+    least = value[torch.from_numpy(~zero)].min().item() / (2 if fmt == MXFP4 else 16)
+    assert least >= (2.0**-24 if kind == "f16" else 2.0**-133)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "codes", "reason"),
+    ("fmt", "kind", "codes", "reason"),
     [
-        (NVFP4_UE4M3, [0x7F], "NaN"),
-        (NVFP4_UE5M3, [0xFF], "NaN"),
-        (MXFP4, [0xFF], "NaN"),
-        (NVFP4_UE5M3, [1, 0xFE], r"2\^-17 to 2\^16; .* hold 32 exponents"),
-        (MXFP4, [0, 254], "hold 126 exponents"),
+        (NVFP4_UE4M3, "bf16", [0x7F], "NaN"),
+        (NVFP4_UE5M3, "bf16", [0xFF], "NaN"),
+        (MXFP4, "bf16", [0xFF], "NaN"),
+        (NVFP4_UE5M3, "bf16", [1, 0xFE], r"2\^-17 to 2\^16; .* hold 32 exponents"),
+        (NVFP4_UE5M3, "f16", [8, 0xFE], "hold 22 exponents"),
+        (MXFP4, "bf16", [0, 254], "hold 126 exponents"),
+        (MXFP4, "f16", [100, 130], "hold 25 exponents"),
     ],
 )
-def test_scales_that_do_not_fit_are_named(fmt, codes, reason):
+def test_scales_that_do_not_fit_are_named(fmt, kind, codes, reason):
     with pytest.raises(FormatError, match=f"experts.w2 of expert 3: .*{reason}"):
-        kernel_scales(torch.tensor(codes, dtype=torch.uint8), fmt, "experts.w2 of expert 3")
+        kernel_scales(torch.tensor(codes, dtype=torch.uint8), fmt, kind, "experts.w2 of expert 3")
 
 
 def test_measured_tiles_are_nearest_in_log_space(tmp_path, monkeypatch):
@@ -127,7 +148,7 @@ def test_measured_tiles_are_nearest_in_log_space(tmp_path, monkeypatch):
     rows = [{"num_tokens": m, "tiles": {"warps": m}} for m in (1, 16, 256)]
     (tmp_path / "sm90").mkdir()
     (tmp_path / "sm90" / tuning.file_name(shape)).write_text(json.dumps({"rows": rows}))
-    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(tuning, "folder", lambda: tmp_path)
     tuning._rows.cache_clear()
     found = [tuning.nearest("sm90", shape, m)["warps"] for m in (0, 3, 5, 60, 70, 10**6)]
     assert found == [1, 1, 16, 16, 256, 256]
