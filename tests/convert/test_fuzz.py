@@ -18,7 +18,7 @@ from .fuzz import (
     sound,
 )
 
-QUICK = {"deadline": 5000, "suppress_health_check": list(HealthCheck), "database": None}
+QUICK = {"deadline": 20_000, "suppress_health_check": list(HealthCheck), "database": None}
 
 
 @pytest.fixture(scope="module")
