@@ -37,7 +37,12 @@ from rubin_moe.emulator.report import Report  # noqa: E402
 from rubin_moe.emulator.saved import SavedLaunch  # noqa: E402
 from rubin_moe.kernels.sm107 import plan as plans  # noqa: E402
 from rubin_moe.kernels.sm107.front import make_work  # noqa: E402
-from rubin_moe.kernels.sm107.host import fc1_kernel, fc2_kernel  # noqa: E402
+from rubin_moe.kernels.sm107.host import (  # noqa: E402
+    fc1_kernel,
+    fc2_kernel,
+    quantize_kernel,
+    sum_kernel,
+)
 from rubin_moe.layouts.sm107_tiles import BLOCK_BYTES  # noqa: E402
 from rubin_moe.provenance import provenance, write_result  # noqa: E402
 from tests.emulator.peers.fc1 import Fc1  # noqa: E402
@@ -169,6 +174,26 @@ def own_padding(gemm: str, tokens: int) -> Report:
     return launcher.reports[0]
 
 
+def rowwise_plans(assembler: Assembler) -> list[Row]:
+    """The kernels without a matrix product: no ring, no tensor memory, nobody beside them."""
+    dtypes = ("bfloat16", "float32")
+    kernels = [(f"{s} {d}", quantize_kernel(s, d)) for s in ("ue4m3", "ue5m3") for d in dtypes]
+    kernels += [(d, sum_kernel(d)) for d in dtypes]
+    return [
+        {
+            "table": "plan",
+            "whose": "rubin-moe",
+            "gemm": "none",
+            "kernel": f"sm_107a {kernel.name} {constants}",
+            "threads": kernel.block,
+            **assembler.resources(kernel.ptx),
+            "smem_bytes": 0,
+            "cubin_bytes": len(kernel.cubin),
+        }
+        for constants, kernel in kernels
+    ]
+
+
 @contextmanager
 def compiled_once(seen: dict[str, Any]) -> Iterator[None]:
     """A peer's sizes are run-time values: its first compilation serves all of them.
@@ -279,7 +304,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="rubin_moe_") as name:
         assembler, launches = Assembler(Path(name)), Path(name) / "launches"
         launches.mkdir()
-        rows, padding = own_plans(assembler), []
+        rows, padding = own_plans(assembler) + rowwise_plans(assembler), []
         own = {(g, t): own_padding(g, t) for g in ("fc1", "fc2") for t in TOKENS}
         for peer in PEERS:
             row, reports = peer_rows(peer, assembler, launches)
