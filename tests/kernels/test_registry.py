@@ -40,3 +40,9 @@ def test_unknown_and_forbidden_names(monkeypatch):
     monkeypatch.setenv("RUBIN_MOE_FORBID", "cpu")
     with pytest.raises(UnsupportedError, match="forbidden by RUBIN_MOE_FORBID"):
         registry.select(problem(), CPU)
+
+
+def test_a_cpu_without_the_packages_names_the_line_that_mends_it():
+    bare = Target("cpu", None, {"triton": "3.6.0"})
+    with pytest.raises(UnsupportedError, match=r"needs torch and llvmlite: pip install 'rubin-moe"):
+        registry.select(problem(), bare, backend="cpu")

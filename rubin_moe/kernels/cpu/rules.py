@@ -14,6 +14,7 @@ ITEMS_PER_THREAD = 12
 """Work is cut this fine: what a thread prefetches beyond its item is fetched twice."""
 
 DTYPES = ("bfloat16", "float16", "float32")
+NEEDS = ("torch", "llvmlite")
 
 
 def why_not(problem: MoEProblem, target: Target) -> str | None:
@@ -26,6 +27,9 @@ def why_not(problem: MoEProblem, target: Target) -> str | None:
         return f"hidden states of {problem.dtype}; computes {', '.join(DTYPES)}"
     if problem.activation_format not in ("16bit", "int8"):
         return f"activation format {problem.activation_format}; computes 16bit (W4A16) and int8"
+    missing = [name for name in NEEDS if target.versions and name not in target.versions]
+    if missing:
+        return f"needs {' and '.join(missing)}: pip install 'rubin-moe[cpu]'"
     return None
 
 
