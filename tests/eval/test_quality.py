@@ -17,8 +17,8 @@ from rubin_moe.eval.report import TITLES, Settings, measure, table_cells
 from rubin_moe.eval.variants import Variant, hold, variants
 from rubin_moe.formats.spec import MXFP4, NVFP4_UE4M3, NVFP4_UE5M3, is_nvfp4
 from rubin_moe.kernels.base import Target
-from rubin_moe.loader.load import ModelCheckpoint, load_experts
-from tests.oracles import quant
+from rubin_moe.loader.load import ModelCheckpoint
+from tests.models.dequantized import dequantized
 
 ROOT = Path(__file__).resolve().parents[2]
 KJV = ROOT / "models" / "kjv"
@@ -50,23 +50,6 @@ def model() -> SwitchableModel:
 @pytest.fixture(scope="module")
 def evaluation(model) -> quality.Evaluation:
     return quality.Evaluation(model, read_chapters(model.tokenizer, TEXT, TOKENS), WINDOW)
-
-
-def dequantized(form: str) -> SwitchableModel:
-    """transformers with weights that the float64 oracle decoded: nothing of ours computes."""
-    model = SwitchableModel(KJV / "bf16", torch.float32)
-    checkpoint = ModelCheckpoint(str(KJV / form))
-    for layer, block in enumerate(model.model.model.layers):
-        weights = load_experts(checkpoint, layer)
-        for ours, theirs in (
-            (weights.w13, block.mlp.experts.gate_up_proj),
-            (weights.w2, block.mlp.experts.down_proj),
-        ):
-            dense = torch.from_numpy(quant.dequantize(ours.qdata.numpy(), ours.sf.numpy(), form))
-            halves = dense.reshape(*ours.dec.shape, -1, dense.shape[-1])
-            dense = (halves * ours.dec[:, :, None, None]).reshape(theirs.shape)
-            theirs.data.copy_(dense)
-    return model
 
 
 def test_the_reference_is_the_perplexity_of_its_own_training_record(model):
