@@ -85,11 +85,8 @@ def moe(layer: Layer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np
 
 
 def act_dec(layer: Layer, gemm: int, expert: int) -> float:
-    """The activation's global scale for one expert; FC1's is the largest of all, since a token is
-    quantized once, whichever experts it goes to."""
+    """The activation's global scale for one expert."""
     dec = np.asarray(layer.act_dec[gemm], dtype=np.float64)
-    if gemm == 0:
-        return float(dec.max())
     return float(dec if dec.ndim == 0 else dec[expert])
 
 

@@ -27,8 +27,7 @@ class Tcgen05Experts:
     """The stored bytes, and one input scale an expert and GEMM.
 
     Attributes:
-        input_dec13, input_dec2: float32 ``[E]``; ones where the activation format needs none. A
-            token is quantized once for all its experts, so FC1's scales are all the largest one.
+        input_dec13, input_dec2: float32 ``[E]``; ones where the activation format needs none.
     """
 
     weights: ExpertWeights
@@ -65,8 +64,7 @@ class Tcgen05Kernel:
         if not self.act_fmt.has_global:
             ones = torch.ones(weights.num_experts, dtype=torch.float32)
             return Tcgen05Experts(weights, ones, ones.clone())
-        first, second = _input_scales(weights, "w13"), _input_scales(weights, "w2")
-        return Tcgen05Experts(weights, first.amax().expand_as(first).clone(), second)
+        return Tcgen05Experts(weights, _input_scales(weights, "w13"), _input_scales(weights, "w2"))
 
     def run(
         self,
