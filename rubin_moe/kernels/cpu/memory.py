@@ -37,7 +37,8 @@ def workspace(sizes: Mapping[str, int]) -> dict[str, int]:
     total = _ALIGN + sum(-(-n // _ALIGN) * _ALIGN for n in sizes.values())
     block: Tensor | None = getattr(OF_THREAD, "block", None)
     if block is None or block.numel() < total:
-        block = OF_THREAD.block = torch.empty(total, dtype=torch.uint8)
+        with torch.inference_mode(False):  # it outlives the mode of the call that makes it
+            block = OF_THREAD.block = torch.empty(total, dtype=torch.uint8)
     at = -(-block.data_ptr() // _ALIGN) * _ALIGN
     addresses = {}
     for name, nbytes in sizes.items():

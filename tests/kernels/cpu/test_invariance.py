@@ -74,6 +74,13 @@ def test_chunks_change_nothing(case, monkeypatch):
     assert same_bits(case.run(x, ids, weights), expected)
 
 
+def test_the_workspace_outlives_the_inference_mode_it_was_made_in():
+    vars(memory.OF_THREAD).pop("block", None)
+    with torch.inference_mode():
+        memory.workspace({"all": 64})
+    memory.OF_THREAD.block.fill_(0)
+
+
 def test_leftover_memory_is_never_read(case):
     ids, weights = problems.routing(2, "some_missing", 9, 6, 3)
     x = case.inputs(9)
