@@ -35,6 +35,7 @@ from rubin_moe.emulator.compile import CompiledEntry, Module, load_ptx
 from rubin_moe.emulator.dsl_runtime import cute_dsl
 from rubin_moe.emulator.dsl_runtime.standin import LaunchConfig, StandinRuntime, library_path
 from rubin_moe.emulator.errors import EmulatorError
+from rubin_moe.emulator.findings import Mode
 from rubin_moe.emulator.launch import Device
 from rubin_moe.emulator.report import Report
 from rubin_moe.emulator.saved import SavedBuffer, SavedLaunch
@@ -81,6 +82,7 @@ class EmulatedDevice:
     multiprocessors: int
     execute: bool
     seed: int | None
+    rules: Mode | None
     save_to: Path | None
     launches: list[DslLaunch] = field(default_factory=list)
 
@@ -114,6 +116,7 @@ def emulated_device(
     multiprocessors: int = 4,
     execute: bool = True,
     seed: int | None = None,
+    rules: Mode | None = None,
     save_to: Path | None = None,
     **device_options: Any,
 ) -> Iterator[EmulatedDevice]:
@@ -122,8 +125,9 @@ def emulated_device(
     arch: "sm_90a", "sm_100a", "sm_103a" or "sm_107a". multiprocessors: what the host code is told
     (`HardwareInfo`); persistent kernels size their grid by it, so few is fast. execute: False only
     records launches. seed: delay asynchronous operations by this seed (`DelayPolicy`); None, they
-    happen at issue. save_to: a folder for one file a launch (`saved.SavedLaunch`), written before
-    it runs. device_options go to `Device`. Yields an EmulatedDevice.
+    happen at issue. rules: check every launch, "enforce" or "report" (`Device.launch`). save_to: a
+    folder for one file a launch (`saved.SavedLaunch`), written before it runs. device_options go to
+    `Device`. Yields an EmulatedDevice.
 
     Raises EmulatorError for a missing or untried CuTe DSL, a nested or concurrent context, and
     whatever the emulator raises from the host call that launched.
@@ -136,7 +140,7 @@ def emulated_device(
         )
     try:
         device = Device(arch, **device_options)
-        gpu = EmulatedDevice(device, multiprocessors, execute, seed, save_to)
+        gpu = EmulatedDevice(device, multiprocessors, execute, seed, rules, save_to)
         host = _Host(gpu)
         with (
             tempfile.TemporaryDirectory(prefix="rubin_moe_dsl_") as dump_dir,
@@ -248,6 +252,7 @@ class _Host:
                     cluster=launch.cluster,
                     dynamic_smem=launch.dynamic_smem_bytes,
                     seed=self._gpu.seed,
+                    rules=self._gpu.rules,
                 )
                 self._gpu.launches[-1] = replace(launch, report=report)
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rubin_moe.emulator.async_ops import DelayPolicy, ImmediatePolicy, Policy
 from rubin_moe.emulator.compile import RESERVED_SMEM, CompiledEntry, Kernel, Module
 from rubin_moe.emulator.errors import EmulatorError
+from rubin_moe.emulator.findings import Findings, Mode
 from rubin_moe.emulator.machine import Geometry, LaunchContext
 from rubin_moe.emulator.native.compiler import runtime
 from rubin_moe.emulator.ptx.ast import Param
@@ -92,6 +93,7 @@ class Device:
         limits: Limits | None = None,
         useful_macs: int | None = None,
         workers: int | None = None,
+        rules: Mode | None = None,
     ) -> Report:
         """Run a kernel to its end.
 
@@ -100,7 +102,9 @@ class Device:
         happen (default: at issue); ``seed`` is short for ``DelayPolicy(seed)``. A policy that
         defers needs a module loaded with ``deferred=True``. ``workers`` threads run the clusters
         (default: the device's); the report says how many did: one under a policy that defers, whose
-        order of events is the seed's, and never more than clusters or SMs.
+        order of events is the seed's, and never more than clusters or SMs. ``rules`` checks the
+        launch: "enforce" ends it at the first violation of an enforced rule, "report" goes on;
+        both leave findings in the report (`rules.py`).
 
         Raises LaunchError for what a driver refuses and EmulationError when the kernel traps, hangs
         (every waiting warp is named) or exceeds its budget.
@@ -111,6 +115,9 @@ class Device:
         geometry = self._geometry(entry.compiled, grid, block, cluster, dynamic_smem)
         if policy.deferred and not entry.compiled.deferred:
             raise LaunchError("a deferring policy needs load_ptx(text, deferred=True)")
+        if rules not in (None, "enforce", "report"):
+            raise LaunchError(f"rules={rules!r}: 'enforce', 'report' or None")
+        findings = Findings(rules) if rules else None
         parameters = self._parameter_block(entry, params)
         contexts = [
             LaunchContext(
@@ -121,6 +128,7 @@ class Device:
                 policy=policy,
                 num_sms=self.num_sms,
                 runtime=runtime(),
+                findings=findings,
             )
             for _ in range(self._threads(geometry, policy, workers))
         ]
@@ -142,6 +150,8 @@ class Device:
             "useful_macs": useful_macs,
             "seconds": seconds,
             "workers": len(contexts),
+            "findings": findings.all if findings else [],
+            "findings_dropped": findings.dropped if findings else 0,
         }
         return summarise(statistics, entry.compiled.segments, head)
 

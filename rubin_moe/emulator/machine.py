@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from rubin_moe.emulator.async_ops import AsyncOperation, Policy
 from rubin_moe.emulator.compile import Kernel
-from rubin_moe.emulator.errors import EmulatorError
+from rubin_moe.emulator.errors import EmulationError
+from rubin_moe.emulator.findings import Access, Findings
 from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.native.blocks import CLUSTER, CLUSTER_BYTES, CTA_BYTES, CTA_LIVE, FAULTS
 from rubin_moe.emulator.native.compiler import Runtime
@@ -23,14 +24,6 @@ from rubin_moe.emulator.state import mbarrier
 from rubin_moe.emulator.state.memory import RANK_SHIFT, GlobalMemory, SharedArena
 from rubin_moe.emulator.state.registers import FIELDS, LANES, SPECIALS, WarpState
 from rubin_moe.emulator.state.tmem import CAPACITY, TensorMemory
-
-
-class EmulationError(EmulatorError):
-    """A launch that did not end in done: trap, deadlock or budget. ``outcome`` names which."""
-
-    def __init__(self, outcome: str, message: str) -> None:
-        super().__init__(message)
-        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +94,23 @@ class Warp:
     def rank(self) -> int:
         """Rank of the CTA in its cluster."""
         return self.cta.rank
+
+    def found(
+        self,
+        rule: str,
+        sentence: str,
+        line: int,
+        opcode: str,
+        lane: int = -1,
+        other: Access | None = None,
+    ) -> None:
+        """Record a violation by this warp in a checked launch (`Findings.add`)."""
+        cluster = self.cta.cluster
+        if cluster.context.findings is not None:
+            cluster.context.findings.add(
+                rule, sentence, kernel=cluster.kernel.name, cta=self.cta.coordinates,
+                warp=self.index, line=line, opcode=opcode, lane=lane, other=other,
+            )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -314,6 +324,8 @@ class LaunchContext:
     policy: Policy
     num_sms: int
     runtime: Runtime
+    #: where a checked launch records violations, shared by its workers; None: unchecked
+    findings: Findings | None = None
     _maps: dict[int, bytes] = field(default_factory=dict)
 
     def tensor_map(self, address: int) -> bytes:

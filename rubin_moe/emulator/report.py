@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rubin_moe.emulator.findings import Finding
+
 #: A warp's role is the first of these of which it executes something.
 _ROLES = (
     ("mma", ("tcgen05.mma", "wgmma.mma_async")),
@@ -88,6 +90,7 @@ class Report:
     ``instructions`` are warp instructions issued (guards included) by opcode; ``roles`` the same by
     warp role; ``bytes`` by kind of copy; ``mma_macs`` counts padded multiply-adds, and
     ``useful_macs`` those of the problem where the caller gave them. ``workers`` threads ran it.
+    ``findings`` are what a checked launch found; ``findings_dropped`` did not fit.
     """
 
     kernel: str
@@ -109,6 +112,8 @@ class Report:
     seconds: float = 0.0
     workers: int = 1
     outcome: str = "done"
+    findings: list[Finding] = field(default_factory=list)
+    findings_dropped: int = 0
 
     @property
     def warp_instructions(self) -> int:
@@ -144,6 +149,11 @@ class Report:
             if places:
                 lines.append(f"  {name}:")
                 lines += [f"    {p.start:7d} +{p.size:<6d} {p.use}" for p in places]
+        for finding in self.findings:
+            times = f" ({finding.count} times)" if finding.count > 1 else ""
+            lines.append(f"  {finding.severity}: {finding}{times}")
+        if self.findings_dropped:
+            lines.append(f"  {self.findings_dropped} more findings")
         return "\n".join(lines)
 
 
