@@ -211,9 +211,9 @@ def bind_async_store(site: UnitSite, context: LaunchContext) -> Handler:
 
     def store(cluster: Cluster, address: int, data: NDArray[np.generic]) -> None:
         rank, offset = address >> 24, address & OFFSET
-        size = data.nbytes
+        size, rule = data.nbytes, "memory: out of bounds"
         if rank >= cluster.size or offset + size > cluster.arena.limit or offset % size:
-            raise EmulationError("trap", f"line {site.line}: {site.opcode} to {address:#x}")
+            raise EmulationError("trap", f"line {site.line}: {site.opcode} to {address:#x}", rule)
         cells = cluster.smem(rank)[offset : offset + size].view(dtype)
         cells[:] = _reduced(cells, data, reduce)
 

@@ -17,7 +17,14 @@ from rubin_moe.emulator.compile import Kernel
 from rubin_moe.emulator.errors import EmulationError
 from rubin_moe.emulator.findings import Access, Findings
 from rubin_moe.emulator.isa.footprint import Footprint
-from rubin_moe.emulator.native.blocks import CLUSTER, CLUSTER_BYTES, CTA_BYTES, CTA_LIVE, FAULTS
+from rubin_moe.emulator.native.blocks import (
+    CLUSTER,
+    CLUSTER_BYTES,
+    CTA_BYTES,
+    CTA_LIVE,
+    FAULT_RULES,
+    FAULTS,
+)
 from rubin_moe.emulator.native.compiler import Runtime
 from rubin_moe.emulator.report import Statistics
 from rubin_moe.emulator.state import mbarrier
@@ -177,7 +184,7 @@ class Cluster:
             (self.context.params.ctypes.data, self.context.params.size),
             (self.arena.address, self.arena.bytes.size),
         ]
-        extra = np.array([(low, low + size) for low, size in own], np.uint64)
+        extra = np.array([(low, low + size, 0, 0) for low, size in own], np.uint64)
         self._table = np.concatenate([self.context.memory.table, extra])
         self._set("range_count", len(self._table))
         self.block[CLUSTER["ranges"] // 4 : CLUSTER["ranges"] // 4 + 2] = np.array(
@@ -267,18 +274,26 @@ class Cluster:
         Raises EmulationError (trap) when the word is no mbarrier or a count leaves its range.
         """
         if not (0 <= rank < self.size and 0 <= offset <= self.arena.limit - 8):
-            raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank} does not exist")
+            raise EmulationError(
+                "trap", f"mbarrier at {offset:#x} of CTA {rank} does not exist", "mbarrier: address"
+            )
         self.context.statistics.smem_places.add((offset, 8, "mbarrier"))
         address = self.arena.address + (rank << RANK_SHIFT) + offset
         old = self._update_mbarrier(address, count, tx, 0)
         if 0 <= old < 64:
-            raise EmulationError("trap", f"mbarrier at {offset:#x} of CTA {rank}: {FAULTS[old]}")
+            raise EmulationError(
+                "trap", f"mbarrier at {offset:#x} of CTA {rank}: {FAULTS[old]}", FAULT_RULES[old]
+            )
 
     def store_word(self, address: int, value: int) -> None:
         """Write a 32-bit word at a shared::cluster address."""
         rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
         if rank >= self.size or offset > self.arena.limit - 4 or offset % 4:
-            raise EmulationError("trap", f"shared-memory address {address:#x} is not legal")
+            raise EmulationError(
+                "trap",
+                f"shared-memory address {address:#x} is not legal",
+                "memory: out of bounds",
+            )
         self.smem(rank)[offset : offset + 4].view(np.uint32)[0] = value
 
     def require_columns(
@@ -303,6 +318,7 @@ class Cluster:
                         "trap",
                         f"tensor-memory columns {first}..{stop - 1} of CTA {place.rank} are not "
                         f"allocated (held: {dict(sorted(tmem.allocations.items()))})",
+                        "tensor memory: not allocated",
                     )
         cta.columns_checked[id(operation)] = operation
         return True

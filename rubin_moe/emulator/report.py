@@ -50,6 +50,7 @@ class Statistics:
         self.bytes: Counter[str] = Counter()
         self.mma_count = 0
         self.mma_macs = 0
+        self.mma_forms: Counter[str] = Counter()  # tcgen05.mma by what its descriptor decodes to
         self.smem_places: set[tuple[int, int, str]] = set()  # fields of Place
         self.tmem_places: set[tuple[int, int, str]] = set()
         self.peak_tmem_columns = 0
@@ -60,6 +61,7 @@ class Statistics:
         self.bytes.update(other.bytes)
         self.mma_count += other.mma_count
         self.mma_macs += other.mma_macs
+        self.mma_forms.update(other.mma_forms)
         self.smem_places |= other.smem_places
         self.tmem_places |= other.tmem_places
         self.peak_tmem_columns = max(self.peak_tmem_columns, other.peak_tmem_columns)
@@ -90,6 +92,7 @@ class Report:
     ``instructions`` are warp instructions issued (guards included) by opcode; ``roles`` the same by
     warp role; ``bytes`` by kind of copy; ``mma_macs`` counts padded multiply-adds, and
     ``useful_macs`` those of the problem where the caller gave them. ``workers`` threads ran it.
+    ``mma_forms`` counts tcgen05.mma by what the instruction descriptor decodes to.
     ``findings`` are what a checked launch found; ``findings_dropped`` did not fit.
     """
 
@@ -107,6 +110,7 @@ class Report:
     mma_macs: int
     useful_macs: int | None
     peak_tmem_columns: int
+    mma_forms: dict[str, int] = field(default_factory=dict)
     smem_map: list[Place] = field(default_factory=list)
     tmem_map: list[Place] = field(default_factory=list)
     seconds: float = 0.0
@@ -143,6 +147,7 @@ class Report:
             if self.useful_macs is not None and self.mma_macs:
                 share = f", {100 * self.useful_macs / self.mma_macs:.1f} % useful"
             lines.append(f"  {self.mma_count:,} MMAs, {self.mma_macs:,} multiply-adds{share}")
+            lines += [f"    {count:,} of {form}" for form, count in self.mma_forms.items()]
         if self.peak_tmem_columns:
             lines.append(f"  {self.peak_tmem_columns} tensor-memory columns at the peak")
         for name, places in (("shared memory", self.smem_map), ("tensor memory", self.tmem_map)):
@@ -176,6 +181,7 @@ def summarise(statistics: Statistics, contents: Any, head: dict[str, Any]) -> Re
         mma_count=statistics.mma_count,
         mma_macs=statistics.mma_macs,
         peak_tmem_columns=statistics.peak_tmem_columns,
+        mma_forms=dict(statistics.mma_forms.most_common()),
         smem_map=[Place(*place) for place in sorted(statistics.smem_places)],
         tmem_map=[Place(*place) for place in sorted(statistics.tmem_places)],
         **head,

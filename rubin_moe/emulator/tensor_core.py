@@ -39,7 +39,11 @@ def bind_tmem_alloc(site: UnitSite, context: LaunchContext) -> Handler:
         cta = warp.cta
         tmem = cta.tmem
         if tmem is None:
-            raise EmulationError("trap", f"line {site.line}: {context.arch} has no tensor memory")
+            raise EmulationError(
+                "trap",
+                f"line {site.line}: {context.arch} has no tensor memory",
+                "tensor memory: architecture",
+            )
         v = values(site, warp, lanes(mask)[0])
         for member in cta.cluster.ctas:
             member.columns_checked.clear()
@@ -222,6 +226,7 @@ def bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
                 statistics.tmem_places.add(place)
             statistics.mma_count += 1
             statistics.mma_macs += op.macs
+            statistics.mma_forms[op.idesc.text] += 1
             perform = partial(tcgen05_mma.perform, op, cluster)
             submit(warp, site, _tcgen05_pipe(warp, group), perform, nothing)
         return True

@@ -15,7 +15,7 @@ from rubin_moe.emulator.compile import Kernel
 from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.issue import Handler
 from rubin_moe.emulator.machine import Cluster, EmulationError, LaunchContext, Warp
-from rubin_moe.emulator.native.blocks import DONE, FAULTS, IDLE, QUEUE, SLICED
+from rubin_moe.emulator.native.blocks import DONE, FAULT_RULES, FAULTS, IDLE, QUEUE, SLICED
 from rubin_moe.emulator.state.memory import RANK_SHIFT
 from rubin_moe.emulator.state.registers import Outcome, Status
 from rubin_moe.emulator.units import bind
@@ -179,7 +179,8 @@ class Worker:
             if isinstance(error, EmulatorError) and str(error).startswith("kernel "):
                 raise
             place = place_of(self.kernel, warp, site)
-            raise EmulationError("trap", f"{place}: {error}") from error
+            rule = getattr(error, "rule", None)
+            raise EmulationError("trap", f"{place}: {error}", rule) from error
 
     def _retry(self, turn: Turn) -> bool:
         """Try the instructions that had to wait; True when one went through."""
@@ -203,6 +204,7 @@ class Worker:
             raise EmulationError(
                 "deadlock",
                 f"{place}: lanes {lanes:#010x} wait at different warp collectives for one another",
+                "deadlock: collectives",
             )
         turn.stalled.add(id(warp))
         warp.state.set("suspended", 0)
@@ -218,6 +220,7 @@ class Worker:
                     "trap",
                     f"kernel {self.kernel.name}: CTA {cta.coordinates} exits holding tensor "
                     f"memory {held} (first column: columns)",
+                    "tcgen05.alloc: never freed",
                 )
 
     def _trap(self, warp: Warp) -> None:
@@ -228,4 +231,5 @@ class Worker:
             "trap",
             f"{place}: lane {state.get('trap_lane')}, "
             f"{state.get_wide('trap_address'):#x}: {FAULTS.get(code, f'fault {code}')}",
+            FAULT_RULES.get(code),
         )

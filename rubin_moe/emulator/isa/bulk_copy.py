@@ -300,8 +300,8 @@ def _coordinates(
     elif mode == four:
         require(
             t.rank == 2 and len(signed) == 5 and t.box[1] == 1,
-            f"tensor copy: {four}",
-            f"takes a tensor of rank 2 and boxes of one row, not rank {t.rank}, box {t.box}",
+            "tensor copy: rows of four",
+            f"{four} takes a tensor of rank 2 and boxes of one row, not rank {t.rank}, box {t.box}",
         )
         place, rows = (signed[0], 0), signed[1:]
     else:

@@ -14,7 +14,7 @@ name of the rule.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
@@ -82,6 +82,13 @@ class InstructionDescriptor:
         """Scales a row that the instruction reads."""
         return self.k // self.sf_vec if self.sf_vec else 0
 
+    @cached_property
+    def text(self) -> str:
+        """What the descriptor decodes to, in a line: a wrong code of the right kind shows here."""
+        shape = f"{self.kind} cta_group::{self.cta_group} {self.m}x{self.n}x{self.k}"
+        scales = f", {self.scale.name} a {self.sf_vec}" if self.scale is not None else ""
+        return f"{shape}: {self.a.label} x {self.b.label}{scales} -> {self.d}"
+
     def packed(self, element: Element) -> bool:
         """Whether ``element`` lies in shared memory without padding.
 
@@ -120,7 +127,7 @@ def decode_instruction(
     ``kind``, ``cta_group`` and ``sf_vec`` (the ``.block16``/``.block32``/``.scale_vec`` modifier in
     elements, 0 without block scales) come from the opcode; everything else from ``word``.
     """
-    require(arch in TCGEN05_ARCHS, "tcgen05.mma: architecture", f"{arch} has no tcgen05.mma")
+    require(arch in TCGEN05_ARCHS, "tensor memory: architecture", f"{arch} has no tcgen05.mma")
     require(cta_group in (1, 2), "tcgen05.mma: cta_group", f"cta_group {cta_group}")
     if kind in BLOCK_SCALED:
         desc = _decode_block_scaled(word, kind, arch, cta_group, sf_vec)

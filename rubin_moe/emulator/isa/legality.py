@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import NoReturn
 
 from ..errors import EmulatorError
+from ..rules import RULES
 
 
 class IllegalOperationError(EmulatorError):
     """An operation, descriptor or operand that is illegal or not modelled.
 
-    ``rule`` is a short stable name (``"instruction descriptor: N"``) by which tests and reports
-    refer to the rule; the message says what was found and what is legal.
+    ``rule`` is an id of `rules.RULES` (``"instruction descriptor: N"``); the message says what was
+    found and what is legal.
     """
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}")
-        self.rule = rule
+        self.rule = RULES[rule].id
 
 
 def refuse(rule: str, message: str) -> NoReturn:

@@ -140,7 +140,7 @@ def decode_access(
     half_split: int = 0,
 ) -> WarpAccess:
     """Check and resolve an access of warp ``warp`` (its index in the CTA) at ``address``."""
-    require(arch in TCGEN05_ARCHS, "tcgen05.ld/st: architecture", f"{arch} has no tensor memory")
+    require(arch in TCGEN05_ARCHS, "tensor memory: architecture", f"{arch} has no tensor memory")
     if shape not in SHAPES:
         refuse("tcgen05.ld/st: shape", f"{shape} (known: {', '.join(SHAPES)})")
     lanes, columns, _, largest = SHAPES[shape]
@@ -259,7 +259,7 @@ def decode_copy(
     expansion: str = "",
 ) -> Tcgen05Copy:
     """Decode one ``tcgen05.cp`` issued in CTA ``rank``."""
-    require(arch in TCGEN05_ARCHS, "tcgen05.cp: architecture", f"{arch} has no tensor memory")
+    require(arch in TCGEN05_ARCHS, "tensor memory: architecture", f"{arch} has no tensor memory")
     if (shape, multicast) not in COPIES:
         refuse("tcgen05.cp: shape", f"{shape} with multicast {multicast or 'none'} is not defined")
     if expansion not in EXPANSIONS:

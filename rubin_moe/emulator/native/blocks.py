@@ -15,12 +15,17 @@ CLUSTER = {
     "size": 12,  # CTAs
     "smem_limit": 16,  # first illegal shared-memory offset
     "range_count": 20,
-    "ranges": 24,  # host address of (lo, hi) pairs of legal global memory, sorted
+    "ranges": 24,  # host address of RANGE entries: legal global memory, sorted
     "tmem_columns": 32,
     "effects": 40,  # uint64: events so far that another warp may wait for
     "cp_async_bytes": 48,  # uint64: bytes that cp.async has written
 }
 CLUSTER_BYTES = 64
+
+#: One entry of the table of ranges: ``[low, high)`` and the distances from there to its shadows
+#: (0: it has none), all uint64.
+RANGE = {"low": 0, "high": 8, "poison": 16, "order": 24}
+RANGE_BYTES = 32
 
 #: One a CTA: live warps, then 16 named barriers of four uint32.
 CTA_LIVE = 0
@@ -61,6 +66,21 @@ FAULTS = {
     10: "named barrier index above 15",
     11: "tensor-memory address outside the allocation, or lanes of another warp's quarter",
     12: "mbarrier count out of range",
+}
+#: The rule (`rules.RULES`) behind each fault.
+FAULT_RULES = {
+    1: "memory: out of bounds",
+    2: "memory: alignment",
+    3: "memory: out of bounds",
+    4: "mbarrier: not initialised",
+    5: "mbarrier: arrival count",
+    6: "mbarrier: transaction count",
+    7: "barrier: thread count",
+    8: "trap",
+    9: "memory: out of bounds",
+    10: "barrier: index",
+    11: "tensor memory: not allocated",
+    12: "mbarrier: count",
 }
 (
     GLOBAL_OUT_OF_BOUNDS,

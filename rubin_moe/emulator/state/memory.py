@@ -22,6 +22,8 @@ RANK_SHIFT = 24
 class MemoryFaultError(RuntimeError):
     """An access to global memory outside every registered buffer; names address and size."""
 
+    rule = "memory: out of bounds"
+
 
 class GlobalMemory:
     """The registered ranges ``[address, address + nbytes)``, each with its owner kept alive."""
@@ -30,7 +32,8 @@ class GlobalMemory:
         self._owners: dict[tuple[int, int], Any] = {}
         self._views: list[tuple[int, int, NDArray[np.uint8]]] = []
         self._last = 0
-        self.table: NDArray[np.uint64] = np.zeros((1, 2), np.uint64)
+        #: ``blocks.RANGE`` entries
+        self.table: NDArray[np.uint64] = np.zeros((1, 4), np.uint64)
 
     def register_range(self, address: int, nbytes: int, owner: Any = None) -> None:
         """Make ``nbytes`` at ``address`` accessible. Registering a range again replaces its owner;
@@ -61,7 +64,7 @@ class GlobalMemory:
             raw = (ctypes.c_uint8 * nbytes).from_address(address)
             self._views.append((address, address + nbytes, np.ctypeslib.as_array(raw)))
         self._last = 0
-        ends = [(low, high) for low, high, _ in self._views] or [(1, 1)]
+        ends = [(low, high, 0, 0) for low, high, _ in self._views] or [(1, 1, 0, 0)]
         self.table = np.array(ends, np.uint64)
 
     @property

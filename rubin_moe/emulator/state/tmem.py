@@ -28,7 +28,7 @@ class TensorMemory:
     """Cells and column allocations of one CTA."""
 
     def __init__(self, arch: str) -> None:
-        require(arch in CAPACITY, "tcgen05: architecture", f"{arch} has no tensor memory")
+        require(arch in CAPACITY, "tensor memory: architecture", f"{arch} has no tensor memory")
         self.arch = arch
         self.cells: NDArray[np.uint32] = np.zeros((LANES, MAX_COLUMNS), np.uint32)
         self.allocations: dict[int, int] = {}

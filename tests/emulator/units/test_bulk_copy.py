@@ -314,7 +314,7 @@ REFUSED = [
     ("tensor copy: rank", (0,), {}),
     ("tensor copy: coordinate", (8, 0), {}),
     ("tensor copy: mode", (0, 0), {"mode": "im2col"}),
-    ("tensor copy: tile::gather4", (0, 0, 1, 2, 3), {"mode": "tile::gather4"}),
+    ("tensor copy: rows of four", (0, 0, 1, 2, 3), {"mode": "tile::gather4"}),
     ("tensor copy: multicast", (0, 0), {"multicast": 0}),
     ("shared memory: alignment", (0, 0), {"destination": 16}),
 ]

@@ -98,7 +98,7 @@ ILLEGAL = [
     ("instruction descriptor: major", "mxf4nvf4", "sm_107a", 1, 16, lambda w: w | 1 << 15),
     ("tcgen05.mma: scale vector", "mxf4", "sm_107a", 1, 16, lambda w: w | 1 << 23),
     ("tcgen05.mma: kind", "mxf5", "sm_107a", 1, 16, lambda w: w),
-    ("tcgen05.mma: architecture", "mxf4nvf4", "sm_90a", 1, 16, lambda w: w),
+    ("tensor memory: architecture", "mxf4nvf4", "sm_90a", 1, 16, lambda w: w),
 ]
 
 

@@ -117,7 +117,7 @@ REFUSED = [
     ("tcgen05.ld/st: repeat", ("sm_107a", "16x256b", 64, 0, 0)),
     ("tcgen05.ld/st: repeat", ("sm_107a", "32x32b", 3, 0, 0)),
     ("tcgen05.ld/st: shape", ("sm_107a", "32x64b", 1, 0, 0)),
-    ("tcgen05.ld/st: architecture", ("sm_90a", "32x32b", 1, 0, 0)),
+    ("tensor memory: architecture", ("sm_90a", "32x32b", 1, 0, 0)),
 ]
 
 
