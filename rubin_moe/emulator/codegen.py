@@ -56,6 +56,9 @@ class SymbolPlan:
 class Emitter:
     """State of code generation for one kernel."""
 
+    #: Whether the code carries poison and reports its accesses (`taint.CheckedEmitter`).
+    checked = False
+
     def __init__(self, lowered: Lowered, symbols: SymbolPlan, deferred: bool) -> None:
         self.lowered, self.symbols, self.deferred = lowered, symbols, deferred
         self.entry = lowered.entry
@@ -100,6 +103,10 @@ class Emitter:
     def trap_if_recorded(self) -> None:
         """Stop if a runtime function has recorded a fault."""
         self.trap_unless(self.field("trap_code", I32).eq(0))
+
+    # -- what the checked form adds; the plain form has nothing of it
+    def accessed(self, address: Val, mask: Val, size: int, kind: int, space: str) -> None:
+        """``size`` bytes a lane are about to be accessed at host addresses."""
 
     # -- operands
     def read(self, operand: Operand, bits: int) -> Val:
@@ -436,15 +443,13 @@ def _emit_exit(em: Emitter) -> None:
     em._diverge(em.mask & ~leaving, em.number + 1, None, 0)
 
 
-def generate(
-    lowered: Lowered, symbols: SymbolPlan, emitters: dict[str, EmitFunction], deferred: bool
-) -> str:
+def generate(em: Emitter, emitters: dict[str, EmitFunction]) -> str:
     """LLVM IR of the kernel function.
 
-    ``deferred`` makes every asynchronous operation and its waits return to the scheduler, for
-    policies that delay completion; otherwise ``cp.async`` and waits are native.
+    An emitter that is ``deferred`` makes every asynchronous operation and its waits return to the
+    scheduler, for policies that delay completion; otherwise ``cp.async`` and waits are native.
     """
-    em = Emitter(lowered, symbols, deferred)
+    lowered = em.lowered
     _prologue(em)
     for number in range(len(lowered.segments)):
         _emit_segment(em, number, emitters)

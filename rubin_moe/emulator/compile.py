@@ -6,7 +6,13 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
-from rubin_moe.emulator.codegen import KERNEL_SYMBOL, EmitFunction, SymbolPlan, generate
+from rubin_moe.emulator.codegen import (
+    KERNEL_SYMBOL,
+    EmitFunction,
+    Emitter,
+    SymbolPlan,
+    generate,
+)
 from rubin_moe.emulator.forms import UnsupportedInstructionError
 from rubin_moe.emulator.isa import (
     barrier,
@@ -32,6 +38,7 @@ from rubin_moe.emulator.native.compiler import (
 from rubin_moe.emulator.ptx import parse_ptx
 from rubin_moe.emulator.ptx.ast import Entry, Param, PtxModule, Variable
 from rubin_moe.emulator.state.registers import RegisterLayout
+from rubin_moe.emulator.taint import CheckedEmitter
 from rubin_moe.emulator.targets import missing_on
 
 #: Shared memory below this offset belongs to the system (sm_90 and later).
@@ -81,6 +88,7 @@ class CompiledEntry:
     cluster: tuple[int, ...]
     code: bytes
     deferred: bool
+    checked: bool
 
 
 def _align(value: int, align: int) -> int:
@@ -127,7 +135,9 @@ def _directive(entry: Entry, name: str) -> tuple[int, ...]:
     return entry.directives.get(name, ())
 
 
-def compile_entry(module: PtxModule, entry: Entry, deferred: bool) -> CompiledEntry:
+def compile_entry(
+    module: PtxModule, entry: Entry, deferred: bool, checked: bool = False
+) -> CompiledEntry:
     """Compile one entry. Raises UnsupportedInstructionError by name and line."""
     for ins in entry.instructions:
         reason = missing_on(ins.opcode, module.target)
@@ -137,7 +147,8 @@ def compile_entry(module: PtxModule, entry: Entry, deferred: bool) -> CompiledEn
     symbols, dynamic, align = _plan_symbols(module, entry)
     emitters = EMITTERS | dict.fromkeys(DEFERRED_FAMILIES if deferred else (), handoff.emit_unit)
     units = {name for name, emit in emitters.items() if emit is handoff.emit_unit}
-    code = compile_object(generate(lowered, symbols, emitters, deferred), _OPT_LEVEL)
+    emitter = (CheckedEmitter if checked else Emitter)(lowered, symbols, deferred)
+    code = compile_object(generate(emitter, emitters), _OPT_LEVEL)
     threads = 1
     for dimension in _directive(entry, "reqntid") or _directive(entry, "maxntid") or (1024,):
         threads *= dimension
@@ -165,6 +176,7 @@ def compile_entry(module: PtxModule, entry: Entry, deferred: bool) -> CompiledEn
         cluster=_directive(entry, "reqnctapercluster"),
         code=code,
         deferred=deferred,
+        checked=checked,
     )
 
 
@@ -203,18 +215,19 @@ class Module:
         return self.entries[name]
 
 
-def _compile_module(text: str, deferred: bool) -> list[CompiledEntry]:
+def _compile_module(text: str, deferred: bool, checked: bool) -> list[CompiledEntry]:
     module = parse_ptx(text)
-    return [compile_entry(module, entry, deferred) for entry in module.entries]
+    return [compile_entry(module, entry, deferred, checked) for entry in module.entries]
 
 
-def load_ptx(text: str, deferred: bool = False) -> Module:
+def load_ptx(text: str, deferred: bool = False, checked: bool = False) -> Module:
     """Load PTX text.
 
-    ``deferred`` compiles waits and asynchronous copies so that a policy may delay them. Raises
+    ``deferred`` compiles waits and asynchronous copies so that a policy may delay them; ``checked``
+    makes the code carry poison and report its accesses, for launches with ``rules``. Raises
     PtxSyntaxError or UnsupportedInstructionError (both ValueError) that name the line, before
     anything runs.
     """
-    key = cache_key("module", str(deferred), text)
-    compiled = cached(key, lambda: _compile_module(text, deferred))
+    key = cache_key("module", str(deferred), str(checked), text)
+    compiled = cached(key, lambda: _compile_module(text, deferred, checked))
     return Module(compiled, text)

@@ -171,7 +171,7 @@ class _Images:
     def __init__(self) -> None:
         self._ptx_by_cubin: dict[bytes, str] = {}
         self._code: dict[int, tuple[str, bytes]] = {}
-        self._modules: dict[tuple[int, bool], Module] = {}
+        self._modules: dict[tuple[int, bool, bool], Module] = {}
         self._numbers = itertools.count(1)
 
     def know(self, function: Any) -> None:
@@ -195,10 +195,11 @@ class _Images:
         """PTX and cubin."""
         return self._code[number]
 
-    def module(self, number: int, deferred: bool) -> Module:
-        if (number, deferred) not in self._modules:
-            self._modules[number, deferred] = load_ptx(self._code[number][0], deferred)
-        return self._modules[number, deferred]
+    def module(self, number: int, deferred: bool, checked: bool) -> Module:
+        key = number, deferred, checked
+        if key not in self._modules:
+            self._modules[key] = load_ptx(self._code[number][0], deferred, checked)
+        return self._modules[key]
 
 
 _images = _Images()
@@ -257,7 +258,8 @@ class _Host:
                 self._gpu.launches[-1] = replace(launch, report=report)
 
     def _module(self, library: int) -> Module:
-        return _images.module(library, deferred=self._gpu.seed is not None)
+        gpu = self._gpu
+        return _images.module(library, gpu.seed is not None, gpu.rules is not None)
 
     def device_attribute(self, attribute: int) -> int:
         major, minor = _capability(self._gpu.device.arch)

@@ -115,6 +115,8 @@ class Device:
         geometry = self._geometry(entry.compiled, grid, block, cluster, dynamic_smem)
         if policy.deferred and not entry.compiled.deferred:
             raise LaunchError("a deferring policy needs load_ptx(text, deferred=True)")
+        if rules and not entry.compiled.checked:
+            raise LaunchError("rules need load_ptx(text, checked=True)")
         if rules not in (None, "enforce", "report"):
             raise LaunchError(f"rules={rules!r}: 'enforce', 'report' or None")
         findings = Findings(rules) if rules else None

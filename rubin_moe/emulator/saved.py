@@ -115,7 +115,9 @@ class SavedLaunch:
             device = Device(self.arch)
             for array in arrays:
                 device.register(array)
-            kernel = load_ptx(self.ptx, deferred=seed is not None).entry(self.kernel)
+            kernel = load_ptx(
+                self.ptx, deferred=seed is not None, checked=options.get("rules") is not None
+            ).entry(self.kernel)
             report = device.launch(
                 kernel,
                 self.grid,

@@ -12,6 +12,7 @@ from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.isa.integer import type_bits
 from rubin_moe.emulator.native.ir import I1, I32, I64, LANES, V32, V64, Type, Val
 from rubin_moe.emulator.native.memory import ATOMICS
+from rubin_moe.emulator.native.order import ATOMIC, READ, WRITE
 from rubin_moe.emulator.ptx.ast import Imm, Instruction, Mem, Operand, Vec
 
 _SPACES = ("param", "global", "shared", "local", "const")
@@ -71,6 +72,7 @@ def emit_load(em: Emitter, ins: Instruction) -> None:
             return
     mask = em.exec_mask()
     address = checked_address(em, source, space, count * bits // 8, mask)
+    em.accessed(address, mask, count * bits // 8, READ, space)
     for position, item in enumerate(items):
         place = address + position * (bits // 8) if position else address
         value = em.b.call(f"emu.load{bits}", Type("i", bits, LANES), place, mask)
@@ -85,6 +87,7 @@ def emit_store(em: Emitter, ins: Instruction) -> None:
     count, space = element_count(ins), space_of(ins)
     mask = em.exec_mask()
     address = checked_address(em, ins.operands[0], space, count * bits // 8, mask)
+    em.accessed(address, mask, count * bits // 8, WRITE, space)
     if "release" in ins.parts:
         em.b.fence("release")
     for position, item in enumerate(_items(ins.operands[1])):
@@ -131,6 +134,7 @@ def emit_reduce(em: Emitter, ins: Instruction) -> None:
     mask = em.exec_mask()
     size = len(values) * bits // 8
     address = checked_address(em, ins.operands[0], space_of(ins), size, mask)
+    em.accessed(address, mask, size, ATOMIC, space_of(ins))
     for position, value in enumerate(values):
         place = address + position * (bits // 8)
         _atomic_call(em, ins, place, em.read(value, bits), None, mask)
@@ -142,6 +146,7 @@ def _emit_rmw(
     bits = _atomic_bits(ins)
     mask = em.exec_mask()
     address = checked_address(em, where, space_of(ins), bits // 8, mask)
+    em.accessed(address, mask, bits // 8, ATOMIC, space_of(ins))
     code = _atomic_code(ins)
     compare = em.read(rest[0], bits) if code == "cas" else None
     return _atomic_call(em, ins, address, em.read(value, bits), compare, mask)
@@ -174,6 +179,8 @@ def emit_cp_async(em: Emitter, ins: Instruction) -> None:
     target = checked_address(em, ins.operands[0], "shared", n, mask)
     reads = mask & counts.ne(0).bits_as(I32) if has_size else mask
     source = checked_address(em, ins.operands[1], "global", n, reads)
+    em.accessed(source, reads, n, READ, "global")
+    em.accessed(target, mask, n, WRITE, "shared")
     em.b.call("emu.copy16", None, target, source, counts, mask, em.b.const(n, I32))
     em.b.call("emu.count_cp_async", None, em.S, mask, em.b.const(n, I32))
 

@@ -10,6 +10,7 @@ from rubin_moe.emulator.isa.floating import canonical_nan
 from rubin_moe.emulator.isa.integer import type_bits
 from rubin_moe.emulator.isa.memory import checked_address
 from rubin_moe.emulator.native.ir import I32, V1, V32, V64, Val
+from rubin_moe.emulator.native.order import READ, WRITE
 from rubin_moe.emulator.ptx.ast import Imm, Instruction, Operand, Pair, Vec
 
 
@@ -170,10 +171,12 @@ def _matrix_operands(ins: Instruction) -> tuple[int, bool]:
     return int(next(p for p in ins.parts if p in ("x1", "x2", "x4"))[1:]), "trans" in ins.parts
 
 
-def _matrix_addresses(em: Emitter, where: Operand, count: int, mask: Val) -> Val:
+def _matrix_addresses(em: Emitter, where: Operand, count: int, mask: Val, kind: int) -> Val:
     """Checked host addresses of the matrices' rows, one a lane (lanes of unused matrices idle)."""
     used = mask & ((1 << 8 * count) - 1 if count < 4 else -1)
-    return checked_address(em, where, "shared", 16, used)
+    address = checked_address(em, where, "shared", 16, used)
+    em.accessed(address, used, 16, kind, "shared")
+    return address
 
 
 def emit_matrix_load(em: Emitter, ins: Instruction) -> None:
@@ -181,7 +184,7 @@ def emit_matrix_load(em: Emitter, ins: Instruction) -> None:
     em.rendezvous(None)
     count, transposed = _matrix_operands(ins)
     mask = em.exec_mask()
-    rows = _matrix_addresses(em, ins.operands[1], count, mask)
+    rows = _matrix_addresses(em, ins.operands[1], count, mask, READ)
     dest = ins.operands[0]
     items = dest.items if isinstance(dest, Vec) else (dest,)
     for matrix, item in enumerate(items):
@@ -204,7 +207,7 @@ def emit_matrix_store(em: Emitter, ins: Instruction) -> None:
     em.rendezvous(None)
     count, transposed = _matrix_operands(ins)
     mask = em.exec_mask()
-    rows = _matrix_addresses(em, ins.operands[0], count, mask)
+    rows = _matrix_addresses(em, ins.operands[0], count, mask, WRITE)
     source = ins.operands[1]
     items = source.items if isinstance(source, Vec) else (source,)
     for matrix, item in enumerate(items):

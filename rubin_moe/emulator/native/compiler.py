@@ -21,11 +21,11 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from rubin_moe.emulator.native import control, cvt, functions, library, memory, sync
+from rubin_moe.emulator.native import control, cvt, functions, library, memory, order, sync
 
 #: Compiled modules kept on disk (most are below 0.5 MB).
 _CACHED_KERNELS = 512
-_RUNTIME_MODULES = (control, memory, sync, cvt, functions)
+_RUNTIME_MODULES = (control, memory, sync, cvt, functions, order)
 
 
 @lru_cache(maxsize=1)

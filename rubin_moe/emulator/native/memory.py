@@ -73,11 +73,14 @@ def _find_range(b: Builder, S: Val, address: Val, size: Val) -> None:
     with b.if_(i.cmp("uge", count)):
         b.ret(blocks.GLOBAL_OUT_OF_BOUNDS)
     b.store(i + 1, index)
-    entry = b.gep(table, (i << 4).cast("zext", I64))
-    low, high = b.field(entry, 0, I64), b.field(entry, 8, I64)
+    entry = b.gep(table, (i * blocks.RANGE_BYTES).cast("zext", I64))
+    low, high = (b.field(entry, blocks.RANGE[name], I64) for name in ("low", "high"))
     with b.if_(address.cmp("uge", low) & (address + size).cmp("ule", high)):
         b.set_field(S, FIELDS["range_lo"], low)
         b.set_field(S, FIELDS["range_hi"], high)
+        for name in ("poison", "order"):
+            distance = b.field(entry, blocks.RANGE[name], I64)
+            b.set_field(S, FIELDS[f"range_{name}"], distance)
         b.ret(0)
     b.br("search")
 

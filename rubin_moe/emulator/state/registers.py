@@ -45,6 +45,11 @@ FIELDS = {
     "cluster_token": 128,  # cluster barrier generation at arrival
     "warp": 132,  # warp index in its CTA
     "tmem": 136,  # host address of the CTA's tensor memory
+    "range_poison": 144,  # distances from the last global range to its shadows, 0: none
+    "range_order": 152,
+    "smem_poison": 160,  # distance from shared memory to its shadows
+    "smem_order": 168,
+    "local_poison": 176,  # distance from local memory to its shadow
     "pcs": 256,  # each lane's segment while the warp is diverged
     "tid_x": 384,
     "tid_y": 512,

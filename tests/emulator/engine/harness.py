@@ -71,5 +71,7 @@ def run(
     """Load and launch the only entry of ``text`` on a fresh device."""
     target = text.split(".target ")[1].split()[0]
     options.setdefault("limits", Limits(spins=20, instructions=2_000_000))
-    loaded = load_ptx(text, deferred=options.get("seed") is not None)
+    loaded = load_ptx(
+        text, deferred=options.get("seed") is not None, checked=options.get("rules") is not None
+    )
     return Device(target).launch(loaded, grid, block, params, **options)  # type: ignore[arg-type]
