@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from rubin_moe.emulator.async_ops import DelayPolicy, ImmediatePolicy
 from rubin_moe.emulator.compile import Kernel, Module, load_ptx
+from rubin_moe.emulator.errors import EmulationError
 from rubin_moe.emulator.forms import UnsupportedInstructionError
 from rubin_moe.emulator.launch import Device, LaunchError
-from rubin_moe.emulator.machine import EmulationError
 from rubin_moe.emulator.ptx import PtxSyntaxError
 from rubin_moe.emulator.report import Report
 from rubin_moe.emulator.worker import Limits

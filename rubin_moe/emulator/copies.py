@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from rubin_moe.emulator.errors import EmulationError
 from rubin_moe.emulator.isa import bulk_copy
 from rubin_moe.emulator.isa.handoff import Slots, UnitSite
 from rubin_moe.emulator.issue import (
@@ -23,7 +24,7 @@ from rubin_moe.emulator.issue import (
     submit_group,
     values,
 )
-from rubin_moe.emulator.machine import Cluster, EmulationError, LaunchContext, Warp
+from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
 from rubin_moe.emulator.state.registers import FULL_MASK
 
 # ---- bulk copies

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from rubin_moe.emulator.compile import Kernel
-from rubin_moe.emulator.machine import Cluster, EmulationError, Geometry, LaunchContext
+from rubin_moe.emulator.errors import EmulationError
+from rubin_moe.emulator.machine import Cluster, Geometry, LaunchContext
 from rubin_moe.emulator.state.registers import Status
 from rubin_moe.emulator.worker import Limits, Turn, Worker, place_of
 

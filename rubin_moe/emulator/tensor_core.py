@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from rubin_moe.emulator.errors import EmulationError
 from rubin_moe.emulator.isa import mma_sync, tcgen05_data, tcgen05_mma, wgmma
 from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.isa.handoff import Rows, Slots, UnitSite
@@ -22,7 +23,7 @@ from rubin_moe.emulator.issue import (
     vector,
     write_vector,
 )
-from rubin_moe.emulator.machine import Cluster, EmulationError, LaunchContext, Warp
+from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
 from rubin_moe.emulator.state.registers import FULL_MASK, Status
 
 _SF_VECTOR = {"block16": 16, "block32": 32, "scale_vec::1X": 32, "scale_vec::2X": 32,

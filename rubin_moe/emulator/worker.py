@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rubin_moe.emulator.compile import Kernel
-from rubin_moe.emulator.errors import EmulatorError
+from rubin_moe.emulator.errors import EmulationError, EmulatorError
 from rubin_moe.emulator.issue import Handler
-from rubin_moe.emulator.machine import Cluster, EmulationError, LaunchContext, Warp
+from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
 from rubin_moe.emulator.native.blocks import DONE, FAULT_RULES, FAULTS, IDLE, QUEUE, SLICED
 from rubin_moe.emulator.state.memory import RANK_SHIFT
 from rubin_moe.emulator.state.registers import Outcome, Status
