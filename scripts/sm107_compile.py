@@ -33,7 +33,7 @@ KERNELS = (("fc1", 128, "ue4m3"), ("fc2", 32, "ue5m3"))
 CHILD = """
 import json, sys, time
 import torch
-from rubin_moe.kernels.sm107.host import fc1_kernel, fc2_kernel
+from rubin_moe.kernels.sm107.compiled import fc1_kernel, fc2_kernel
 from rubin_moe.kernels.sm107.plan import plan_gemm
 gemm, tile_n, scale = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if sys.argv[4] == "imported":

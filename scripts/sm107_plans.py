@@ -36,13 +36,14 @@ from rubin_moe.emulator.dsl import emulated_device  # noqa: E402
 from rubin_moe.emulator.report import Report  # noqa: E402
 from rubin_moe.emulator.saved import SavedLaunch  # noqa: E402
 from rubin_moe.kernels.sm107 import plan as plans  # noqa: E402
-from rubin_moe.kernels.sm107.front import make_work  # noqa: E402
-from rubin_moe.kernels.sm107.host import (  # noqa: E402
+from rubin_moe.kernels.sm107.compiled import (  # noqa: E402
     fc1_kernel,
     fc2_kernel,
     quantize_kernel,
+    route_kernel,
     sum_kernel,
 )
+from rubin_moe.kernels.sm107.host import make_work  # noqa: E402
 from rubin_moe.layouts.sm107_tiles import BLOCK_BYTES  # noqa: E402
 from rubin_moe.provenance import provenance, write_result  # noqa: E402
 from tests.emulator.peers.fc1 import Fc1  # noqa: E402
@@ -156,13 +157,14 @@ def own_padding(gemm: str, tokens: int) -> Report:
     """One launch over ``tokens`` for each of two experts; zeros, since no value matters."""
     tile_n = plans.choose_tile_n(tokens, 2, EXPERTS)
     plan = plans.plan_gemm(tile_n, "ue4m3")
-    work = make_work(torch.tensor([[0, 1]] * tokens), torch.ones(tokens, 2), EXPERTS, tile_n)
+    launcher = EmulatorLauncher(keep_reports=True)
+    ids = torch.tensor([[0, 1]] * tokens)
+    work = make_work(launcher, ids, torch.ones(tokens, 2), EXPERTS, tile_n)
     rows, k_tiles, row_tiles = 2 * tokens, K // plans.TILE_K, N // plans.TILE_M
     codes = torch.zeros(rows, K // 2, dtype=torch.uint8)
     scales = torch.zeros(rows, K // 16, dtype=torch.uint8)
     weights = torch.zeros(EXPERTS, row_tiles, k_tiles, BLOCK_BYTES, dtype=torch.uint8)
     common = [work.items, work.num_items, work.token, codes, scales, weights]
-    launcher = EmulatorLauncher(keep_reports=True)
     ones = torch.ones(EXPERTS, 2)
     if gemm == "fc1":
         out = [torch.zeros(rows, 128, dtype=torch.uint8), torch.zeros(rows, 16, dtype=torch.uint8)]
@@ -171,7 +173,7 @@ def own_padding(gemm: str, tokens: int) -> Report:
         out = [torch.zeros(rows, N), work.choice, work.weight]
         kernel, args = fc2_kernel(plan, atomic=False), [*common, ones, *out, k_tiles, row_tiles, N]
     launcher.launch(kernel, 2, args)
-    return launcher.reports[0]
+    return launcher.reports[-1]
 
 
 def rowwise_plans(assembler: Assembler) -> list[Row]:
@@ -179,6 +181,7 @@ def rowwise_plans(assembler: Assembler) -> list[Row]:
     dtypes = ("bfloat16", "float32")
     kernels = [(f"{s} {d}", quantize_kernel(s, d)) for s in ("ue4m3", "ue5m3") for d in dtypes]
     kernels += [(d, sum_kernel(d)) for d in dtypes]
+    kernels.append(("any sizes", route_kernel()))
     return [
         {
             "table": "plan",

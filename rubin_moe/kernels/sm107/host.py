@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rubin_moe.arch import SM107A
 from rubin_moe.errors import CheckpointError, FormatError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.formats.spec import FORMATS, NVFP4_UE4M3, BlockFormat
 from rubin_moe.kernels.base import MoEProblem
-from rubin_moe.kernels.compile_cache import compiled
 from rubin_moe.kernels.launch import CompiledKernel, Launcher, launcher
 from rubin_moe.kernels.sm107 import plan as plans
-from rubin_moe.kernels.sm107.front import Work, make_work
+from rubin_moe.kernels.sm107.compiled import (
+    fc1_kernel,
+    fc2_kernel,
+    quantize_kernel,
+    route_kernel,
+    sum_kernel,
+)
 from rubin_moe.kernels.sm107.rules import SCALES
+from rubin_moe.kernels.sm107.work import Work
 from rubin_moe.layouts.gate_up import GateUpRows
 from rubin_moe.layouts.sm107_tiles import Sm107Tiles
 
-SOURCES = ("kernels/cute", "kernels/sm107")
 DTYPES = ("bfloat16", "float16", "float32")
 ROWS = GateUpRows(stripe=16, half_multiple=64)
 
@@ -110,18 +113,13 @@ class Sm107Kernel:
     ) -> Tensor:
         """See `rubin_moe.kernels.base.ExpertsKernel.run`."""
         p = self.problem
-        m, top_k = topk_ids.shape
-        dtype = x.dtype
-        ids = topk_ids.long()
-        if expert_map is not None:
-            ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], ids)
-        tile_n = plans.choose_tile_n(m, top_k, p.num_experts)
+        m, dtype = len(x), x.dtype
+        tile_n = plans.choose_tile_n(m, p.top_k, p.num_experts)
         plan = plans.plan_gemm(tile_n, self.scale)
-        work = make_work(ids, topk_weights, p.num_experts, tile_n)
-        if p.router_weight_on_input:
-            x = x.float() * topk_weights
-            work = replace(work, weight=torch.ones_like(work.weight))
-        codes, scales = self._quantized(x, prepared.input_dec)
+        on_input = topk_weights if p.router_weight_on_input else None
+        on_output = None if p.router_weight_on_input else topk_weights
+        work = make_work(self._launch, topk_ids, on_output, p.num_experts, tile_n, expert_map)
+        codes, scales = self._quantized(x, prepared.input_dec, on_input)
         hidden = self._fc1(plan, prepared, work, codes, scales)
         summed = self._fc2(plan, prepared, work, *hidden, num_tokens=m)
         if not p.deterministic:
@@ -129,17 +127,21 @@ class Sm107Kernel:
         total = self._sum(summed, dtype)
         return total if out is None else out.copy_(total)
 
-    def _quantized(self, x: Tensor, dec: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of every token, once, with K padded by zeros to whole tiles."""
+    def _quantized(
+        self, x: Tensor, dec: Tensor, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and scales of every token, once, with K padded by zeros to whole tiles; first
+        times its ``factor`` ``[M, 1]``."""
         m, hidden = x.shape
         tiles = plans.tiles_of(hidden)
         codes = torch.empty(m, 128 * tiles, dtype=torch.uint8, device=x.device)
         scales = torch.empty(m, 16 * tiles, dtype=torch.uint8, device=x.device)
-        kernel = quantize_kernel(self.scale, _dtype(x))
+        kernel, total = quantize_kernel(self.scale, _dtype(x)), scales.numel()
+        weights = None if factor is None else factor.contiguous()
         self._launch.launch(
             kernel,
-            self._ctas(scales.numel(), kernel),
-            [x.contiguous(), dec, codes, scales, hidden // 16, 16 * tiles, scales.numel()],
+            self._ctas(total, kernel),
+            [x.contiguous(), dec, weights, codes, scales, hidden // 16, 16 * tiles, total],
         )
         return codes, scales
 
@@ -203,75 +205,42 @@ class Sm107Kernel:
         return out
 
 
+def make_work(
+    launch: Launcher,
+    ids: Tensor,
+    weights: Tensor | None,
+    num_experts: int,
+    tile_n: int,
+    expert_map: Tensor | None = None,
+) -> Work:
+    """One launch: pairs by expert, in their order, and the tiles of ``tile_n`` rows of them.
+
+    Args:
+        ids: int32 or int64 ``[M, top_k]``; weights: float32 ``[M, top_k]``, None for ones.
+        expert_map: int32, id -> local expert; None where ids are local ones. An id that is
+            negative, or no local expert, has no row.
+    """
+    pairs, top_k = ids.numel(), ids.shape[1]
+    work = Work.empty(pairs, num_experts, tile_n, ids.device)
+    ids = ids.contiguous()
+    launch.launch(
+        route_kernel(),
+        1,
+        [
+            ids, expert_map, None if weights is None else weights.contiguous(),
+            work.items, work.num_items, work.token, work.choice, work.weight,
+            pairs, top_k, ids.element_size(), num_experts, tile_n,
+        ],
+    )  # fmt: skip
+    return work
+
+
 def _dtype(tensor: Tensor) -> str:
     """As torch names it. Raises FormatError for one that the kernels do not read or write."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise FormatError(f"hidden states of {name}; the kernels take {', '.join(DTYPES)}")
     return name
-
-
-def fc1_kernel(plan: plans.GemmPlan) -> CompiledKernel:
-    """FC1 for layers of any size, from the cache or compiled now."""
-
-    def build() -> tuple[object, tuple[object, ...]]:
-        from rubin_moe.kernels.sm107.gather_gemm_swiglu import GatherGemmSwiglu
-
-        return GatherGemmSwiglu(plan), _example_args()
-
-    return _compiled("sm107_gather_gemm_swiglu", f"{plan!r}", plan, build)
-
-
-def fc2_kernel(plan: plans.GemmPlan, atomic: bool) -> CompiledKernel:
-    """FC2 for layers of any size, from the cache or compiled now."""
-
-    def build() -> tuple[object, tuple[object, ...]]:
-        from rubin_moe.kernels.sm107.gemm_finalize import GemmFinalize
-
-        return GemmFinalize(plan, atomic), _example_args()
-
-    return _compiled("sm107_gemm_finalize", f"{plan!r} {atomic}", plan, build)
-
-
-def quantize_kernel(scale: str, dtype: str) -> CompiledKernel:
-    """Tokens to NVFP4, from the cache or compiled now."""
-
-    def build() -> tuple[object, tuple[object, ...]]:
-        from rubin_moe.kernels.sm107.quantize_tokens import QuantizeTokens
-
-        return QuantizeTokens(scale, dtype), _example_args(4)
-
-    constants = f"{scale} {dtype}"
-    return compiled("sm107_quantize_tokens", SM107A.name, constants, SOURCES, 128, 0, build)
-
-
-def sum_kernel(dtype: str) -> CompiledKernel:
-    """The sum over choices, from the cache or compiled now."""
-
-    def build() -> tuple[object, tuple[object, ...]]:
-        from rubin_moe.kernels.sm107.sum_choices import SumChoices
-
-        return SumChoices(dtype), _example_args(2)
-
-    return compiled("sm107_sum_choices", SM107A.name, dtype, SOURCES, 128, 0, build)
-
-
-def _compiled(
-    name: str,
-    constants: str,
-    plan: plans.GemmPlan,
-    build: Callable[[], tuple[object, tuple[object, ...]]],
-) -> CompiledKernel:
-    return compiled(name, SM107A.name, constants, SOURCES, plans.THREADS, plan.smem_bytes, build)
-
-
-def _example_args(addresses: int = 10) -> tuple[object, ...]:
-    """Addresses, three sizes, the grid, a stream."""
-    from cutlass import Int32, Int64
-    from cutlass.cute.runtime import make_fake_stream
-
-    sizes = (Int32(1) for _ in range(4))
-    return (*(Int64(0) for _ in range(addresses)), *sizes, make_fake_stream())
 
 
 def build(problem: MoEProblem) -> Sm107Kernel:

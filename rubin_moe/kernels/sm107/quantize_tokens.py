@@ -35,6 +35,7 @@ class QuantizeTokens:
         self,
         x: Int64,
         dec: Int64,
+        factor: Int64,
         codes: Int64,
         scales: Int64,
         row_blocks: Int32,
@@ -44,9 +45,10 @@ class QuantizeTokens:
         stream,
     ):
         """Launch. Addresses of ``[M, 16 row_blocks]`` activations, float32 ``[1]`` their global
-        scale (not read for UE5M3), uint8 ``[M, 8 padded_blocks]`` codes and ``[M, padded_blocks]``
-        scales; ``total`` is M x padded_blocks."""
-        self.kernel(x, dec, codes, scales, row_blocks, padded_blocks, total).launch(
+        scale (not read for UE5M3), float32 ``[M]`` factor of each row or 0 for none, uint8
+        ``[M, 8 padded_blocks]`` codes and ``[M, padded_blocks]`` scales; ``total`` is
+        M x padded_blocks."""
+        self.kernel(x, dec, factor, codes, scales, row_blocks, padded_blocks, total).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -55,6 +57,7 @@ class QuantizeTokens:
         self,
         x: Int64,
         dec: Int64,
+        factor: Int64,
         codes: Int64,
         scales: Int64,
         row_blocks: Int32,
@@ -74,6 +77,9 @@ class QuantizeTokens:
             if column < row_blocks:
                 first = Int64(row) * Int64(row_blocks) + Int64(column)
                 v = self.load(x + first * (BLOCK * self.element_bytes))
+                if factor != 0:
+                    weight = ptx.load_f32(factor + Int64(row) * 4)
+                    v = [e * weight for e in v]
                 low, high, scale = self.quantize(v, dec)
             ptx.store_v2_b32(codes + Int64(i) * (BLOCK // 2), low, high)
             ptx.store_b8(scales + Int64(i), scale)

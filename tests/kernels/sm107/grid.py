@@ -16,8 +16,9 @@ from torch import Tensor
 from rubin_moe.emulation import EmulatorLauncher
 from rubin_moe.emulator.report import Report
 from rubin_moe.kernels.sm107 import plan as plans
-from rubin_moe.kernels.sm107.front import Work, make_work
-from rubin_moe.kernels.sm107.host import ROWS, fc1_kernel, fc2_kernel
+from rubin_moe.kernels.sm107.compiled import fc1_kernel, fc2_kernel
+from rubin_moe.kernels.sm107.host import ROWS, make_work
+from rubin_moe.kernels.sm107.work import Work
 from rubin_moe.layouts.sm107_tiles import Sm107Tiles
 from tests.emulator.peers.case import Comparison, compare_nvfp4
 from tests.emulator.peers.operands import (
@@ -28,6 +29,8 @@ from tests.emulator.peers.operands import (
     check_exact,
     draw,
 )
+
+from .routing import reference_work
 
 SCALES = {"ue4m3": NVFP4, "ue5m3": NVFP4_UE5M3}
 TOKENS = (1, 7, 16, 23, 64, 129)
@@ -117,8 +120,8 @@ class GridProblem:
         self.x = draw(rng, case.tokens, h, fmt)
         self.w13 = [draw(rng, 2 * i, h, fmt) for _ in range(case.experts)]
         self.w2 = [draw(rng, h, i, fmt) for _ in range(case.experts)]
-        ids = case.ids(rng)
-        self.work: Work = make_work(ids, torch.ones(ids.shape), case.experts, case.tile_n)
+        self.ids = ids = case.ids(rng)
+        self.work: Work = reference_work(ids, None, case.experts, case.tile_n)
         self.h = draw(rng, ids.numel(), i, fmt)
         self.expert = ids.flatten()[self.work.choice.long()].numpy()
         self.token = self.work.token.numpy()
@@ -156,8 +159,10 @@ class GridProblem:
         return up * gate / (1 + np.exp(-gate)) / dec
 
     def run(self, launcher: EmulatorLauncher) -> Outputs:
-        """Three launches: accumulators of FC1's operands, of FC2's, and FC1."""
-        case, work = self.case, self.work
+        """Four launches: routing, accumulators of FC1's operands, of FC2's, and FC1."""
+        case = self.case
+        work = make_work(launcher, self.ids, None, case.experts, case.tile_n)
+        assert torch.equal(work.choice, self.work.choice)
         plan = plans.plan_gemm(case.tile_n, case.scale)
         rows = work.token.numel()
         tiles13 = _tiles(self.w13, True)

@@ -94,9 +94,9 @@ def test_other_dtypes_are_refused():
 
 
 def test_launcher_runs_the_rowwise_kernels():
-    """Quantize, FC1, FC2, sum: four launches a layer."""
+    """Routing, quantize, FC1, FC2, sum: five launches a layer."""
     case = Case("nvfp4-ue5m3", 3, 4, 256, 64)
     k = kernel(case)
     assert isinstance(k._launch, EmulatorLauncher)
     k.run(k.prepare(case.weights()), *case.batch())
-    assert len(k._launch.reports) == 4
+    assert len(k._launch.reports) == 5

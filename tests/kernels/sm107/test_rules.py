@@ -1,7 +1,6 @@
 """Work lists, plans and refusals of the sm_107a backend; no emulator."""
 
 import pytest
-import torch
 
 from rubin_moe.arch import SM107A
 from rubin_moe.errors import CheckpointError, PlanError, UnsupportedError
@@ -10,32 +9,12 @@ from rubin_moe.kernels import registry
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem, Target
 from rubin_moe.kernels.sm107 import rules
-from rubin_moe.kernels.sm107.front import make_work
 from rubin_moe.kernels.sm107.plan import TILES_N, choose_tile_n, plan_gemm
-from tests.oracles import problems
 
 from .layers import Case
 from .test_emulated import kernel
 
 RUBIN = Target("cuda", (10, 7), {"nvidia-cutlass-dsl": "4.8.1"})
-
-
-@pytest.mark.parametrize("routing", problems.ROUTINGS)
-@pytest.mark.parametrize("tokens", [1, 7, 33, 200])
-def test_work_covers_each_choice_once(routing, tokens):
-    ids, weights = (torch.from_numpy(t) for t in problems.routing(2, routing, tokens, 9, 3))
-    work = make_work(ids, weights, 9, 32)
-    seen = []
-    for expert, first, rows, _ in work.items[: int(work.num_items)].tolist():
-        assert 0 < rows <= 32
-        for row in range(first, first + rows):
-            choice = int(work.choice[row])
-            assert int(ids.flatten()[choice]) == expert
-            assert int(work.token[row]) == choice // 3
-            assert work.weight[row] == weights.flatten()[choice]
-            seen.append(choice)
-    assert sorted(seen) == (ids.flatten() >= 0).nonzero().flatten().tolist()
-    assert not work.items[int(work.num_items) :, 2].any()  # the rest is empty
 
 
 @pytest.mark.parametrize("scale", ["ue4m3", "ue5m3"])
