@@ -23,6 +23,7 @@ from rubin_moe.kernels.cute import ptx
 from rubin_moe.kernels.sm107.work import COUNTS_BYTES, ENDS_BYTES, SMEM_BYTES, THREADS, WARPS
 
 UNROLL = 4  # loads of ids in flight a lane
+SCANNED = 8  # counts that a thread holds at once: 1024 threads have 64 registers each
 
 
 class RouteTokens:
@@ -142,12 +143,16 @@ class RouteTokens:
         rows = Int32(0)
         if thread < num_experts:
             column = counts + 4 * thread
-            found = []
-            for w in cutlass.range_constexpr(WARPS):
-                found.append(ptx.load_shared_s32(column + 4 * num_experts * w))
-            for w in cutlass.range_constexpr(WARPS):
-                ptx.store_shared_b32(column + 4 * num_experts * w, rows)
-                rows += found[w]
+            warps = Int32(0)
+            while warps < WARPS:
+                found = []
+                for w in cutlass.range_constexpr(SCANNED):
+                    found.append(ptx.load_shared_s32(column + 4 * num_experts * w))
+                for w in cutlass.range_constexpr(SCANNED):
+                    ptx.store_shared_b32(column + 4 * num_experts * w, rows)
+                    rows += found[w]
+                column += 4 * num_experts * SCANNED
+                warps += SCANNED
         tiles = ptx.div_u32(rows + (tile_n - 1), tile_n)
         totals = ends + 2 * ENDS_BYTES
         rows = self.inclusive(rows, lane)
