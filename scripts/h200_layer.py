@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pool
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from rubin_moe.formats.ue8m0 import UE8M0
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.epilogue import activate
+from rubin_moe.kernels.sm90.host import decode_kernel
+from rubin_moe.kernels.sm90.plan import DecodePlan
 
 SILU, OAI = Activation(), Activation("swigluoai", 7.0)
 ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -59,6 +62,20 @@ SHAPES = {
     "dsv3tp8": Shape(256, 8, 7168, 256, "nvfp4-ue4m3"),
     "mixtral": Shape(8, 2, 4096, 14336, "nvfp4-ue4m3"),
 }
+
+
+Job = tuple[DecodePlan, Activation, bool]
+
+
+def compile_one(job: Job) -> str:
+    return f"{decode_kernel(*job).key}: {job[0]}"
+
+
+def compile_all(jobs: Iterable[Job]) -> None:
+    """Fills the kernel cache; needs no GPU."""
+    with Pool(2) as pool:
+        for line in pool.imap_unordered(compile_one, sorted(set(jobs), key=str)):
+            print(line, flush=True)
 
 
 def random_weights(shape: Shape, seed: int = 0, device: str = "cuda") -> ExpertWeights:

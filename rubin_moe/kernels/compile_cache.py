@@ -1,9 +1,10 @@
 """CuTe DSL kernels compiled ahead, without a GPU, and kept on disk.
 
-A kernel's key is a hash of the compiler's version, the architecture, the kernel's name and
-constants, and the source of every file it is made of. The cache is safe for processes that start at
-once (a file appears whole, by rename) and for a folder that cannot be written (it compiles, and
-says so once). Needs cutlass only to compile.
+A kernel's key is its name, a hash of the architecture, its constants and the source of every file
+it is made of, and the compiler's version. The cache is safe for processes that start at once (a
+file appears whole, by rename) and for a folder that cannot be written (it compiles, and says so
+once). Needs cutlass only to compile: a machine without it serves what the folder holds, by whatever
+version it was compiled.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ OLDEST_DSL = (4, 8)
 MEND = "pip install 'nvidia-cutlass-dsl[cu13]>=4.8.1,<4.9'"
 
 
-def dsl_version() -> str:
-    """The installed DSL's. Raises ConfigError with the line that mends it if it is too old."""
+def dsl_version() -> str | None:
+    """The installed DSL's, if it is. Raises ConfigError with the line that mends it if too old."""
     try:
         found = version(DSL)
     except PackageNotFoundError:
-        raise ConfigError(f"{DSL} is not installed: {MEND}") from None
+        return None
     numbers = tuple(int(part) for part in found.split(".")[:2])
     if numbers < OLDEST_DSL:
         raise ConfigError(f"{DSL} {found} knows no sm_107a, 4.8 is the first: {MEND}")
@@ -55,9 +56,9 @@ def source_hash(*folders: str) -> str:
 
 
 def key_of(name: str, arch: str, constants: str, folders: tuple[str, ...], dsl: str) -> str:
-    """The key described above."""
-    text = "\0".join((name, arch, constants, dsl, source_hash(*folders)))
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+    """The key described above; ``dsl`` may be a pattern of versions."""
+    text = "\0".join((arch, constants, source_hash(*folders)))
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:40]}-{dsl}"
 
 
 def compiled(
@@ -75,10 +76,19 @@ def compiled(
         constants: everything that the kernel was specialised on, printed.
         folders: packages of the kernel's sources, such as ``kernels/sm107``.
         build: imports the DSL; returns the jit-able object and example arguments.
+
+    Raises:
+        ConfigError: it was never compiled here, and the DSL is not installed or too old.
     """
-    key = key_of(name, arch, constants, folders, dsl_version())
-    found = _loaded.get(key) or _read(key)
+    dsl = dsl_version()
+    key = key_of(name, arch, constants, folders, dsl or "*")
+    found = _loaded.get(key) or (_read(key) if dsl else _read_any(key))
     if found is None:
+        if dsl is None:
+            raise ConfigError(
+                f"{name} ({constants}) is not in {_folder()}, and {DSL} is not installed to "
+                f"compile it: {MEND}"
+            )
         ptx, cubin, entry = _compile(arch, build)
         found = CompiledKernel(name, arch, entry, ptx, cubin, block, smem_bytes, key)
         _write(found)
@@ -105,8 +115,21 @@ def _compile(arch: str, build: Callable[[], tuple[Any, Any]]) -> tuple[str, byte
     return ptx, bytes(cubin), entry
 
 
+def _folder() -> Path:
+    return envs.cache_dir() / "kernels"
+
+
 def _path(key: str) -> Path:
-    return envs.cache_dir() / "kernels" / f"{key}.bin"
+    return _folder() / f"{key}.bin"
+
+
+def _read_any(pattern: str) -> CompiledKernel | None:
+    """The kernel by the last of the compiler's versions that are there."""
+    for path in sorted(_folder().glob(f"{pattern}.bin"), reverse=True):
+        found = _read(path.name.removesuffix(".bin"))
+        if found is not None:
+            return found
+    return None
 
 
 def _read(key: str) -> CompiledKernel | None:

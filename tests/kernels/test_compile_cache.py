@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_a_broken_file_is_compiled_again(folder, harm):
     kernel = get()
     path = folder / f"{kernel.key}.bin"
     packed = path.read_bytes()
-    other = replace(kernel, key="0" * 40)
+    other = replace(kernel, key="another")
     compile_cache._write(other)
     path.write_bytes(
         {
@@ -165,3 +166,16 @@ def test_an_old_dsl_is_refused_with_the_line_that_mends_it(folder, monkeypatch, 
     monkeypatch.setattr(compile_cache, "version", lambda name: found)
     with pytest.raises(ConfigError, match=r"pip install 'nvidia-cutlass-dsl\[cu13\]>=4\.8\.1"):
         get()
+
+
+def _missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def test_a_machine_without_the_compiler_serves_what_was_compiled(folder, monkeypatch):
+    kernel = get()
+    forget()
+    monkeypatch.setattr(compile_cache, "version", _missing)
+    assert get() == kernel
+    with pytest.raises(ConfigError, match=r"kernel \(tile 64\) is not in .* not installed"):
+        get("tile 64")

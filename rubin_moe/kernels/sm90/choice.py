@@ -55,6 +55,11 @@ def choose(problem: MoEProblem, num_tokens: int) -> DecodePlan:
     raise PlanError(f"hidden {problem.hidden}: no tiles fit into shared memory")
 
 
+def choices(problem: MoEProblem) -> set[DecodePlan]:
+    """Every plan that some number of tokens may choose: what to compile ahead of serving."""
+    return {choose(problem, m) for m in range(1, max_tokens(problem) + 1)}
+
+
 def _narrower(tiles: Tiles) -> tuple[Tiles, ...]:
     """Measured tiles, then fewer warps: the tables of a larger launch take their memory."""
     return tuple(replace(tiles, warps=n) for n in range(tiles.warps, 3, -1))

@@ -1,5 +1,6 @@
 """What the sm_90a backend computes. Standard library only."""
 
+from rubin_moe import envs
 from rubin_moe.errors import PlanError
 from rubin_moe.formats.spec import WEIGHT_FORMATS
 from rubin_moe.kernels.base import KernelPlan, MoEProblem, Target
@@ -36,10 +37,13 @@ def why_not_problem(problem: MoEProblem) -> str | None:
 
 
 def why_not_compiler(target: Target) -> str | None:
-    """The compiler of the kernels; needed even for what is cached, whose key names it."""
+    """The compiler of the kernels, or kernels that were compiled before."""
     found = target.versions.get(DSL)
-    if found is None or tuple(int(p) for p in found.split(".")[:2]) < (4, 8):
-        return f"needs {DSL} to compile its kernels: pip install '{DSL}[cu13]>=4.8.1,<4.9'"
+    mend = f"pip install '{DSL}[cu13]>=4.8.1,<4.9'"
+    if found is None and not any((envs.cache_dir() / "kernels").glob("sm90_*.bin")):
+        return f"needs {DSL} to compile its kernels, and none were compiled before: {mend}"
+    if found is not None and tuple(int(p) for p in found.split(".")[:2]) < (4, 8):
+        return f"needs a later {DSL} than {found} to compile its kernels: {mend}"
     return None
 
 

@@ -64,8 +64,15 @@ def test_other_architectures_are_not_hopper(capability):
     assert "compiled for sm_90a" in (rules.why_not(problem(), Target("cuda", capability)) or "")
 
 
-def test_a_missing_compiler_is_named():
-    assert "needs nvidia-cutlass-dsl" in (rules.why_not(problem(), Target("cuda", (9, 0))) or "")
+def test_a_missing_compiler_is_named_unless_kernels_were_compiled_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUBIN_MOE_CACHE_DIR", str(tmp_path))
+    bare = Target("cuda", (9, 0))
+    assert "needs nvidia-cutlass-dsl" in (rules.why_not(problem(), bare) or "")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "sm90_decode-0-4.8.1.bin").touch()
+    assert rules.why_not(problem(), bare) is None
+    old = Target("cuda", (9, 0), {"nvidia-cutlass-dsl": "4.7.0"})
+    assert "later nvidia-cutlass-dsl than 4.7.0" in (rules.why_not(problem(), old) or "")
 
 
 @pytest.mark.parametrize("k_blocks", range(1, 130))
