@@ -94,6 +94,8 @@ class Report:
     ``useful_macs`` those of the problem where the caller gave them. ``workers`` threads ran it.
     ``mma_forms`` counts tcgen05.mma by what the instruction descriptor decodes to.
     ``findings`` are what a checked launch found; ``findings_dropped`` did not fit.
+    ``executed`` counts how often warps entered each piece of straight code, in the order of the PTX
+    (`CompiledEntry.segments`; not in the JSON).
     """
 
     kernel: str
@@ -118,6 +120,7 @@ class Report:
     outcome: str = "done"
     findings: list[Finding] = field(default_factory=list)
     findings_dropped: int = 0
+    executed: list[int] = field(default_factory=list)
 
     @property
     def warp_instructions(self) -> int:
@@ -126,7 +129,9 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return json.dumps(asdict(self) | {"warp_instructions": self.warp_instructions}, indent=1)
+        fields = asdict(self) | {"warp_instructions": self.warp_instructions}
+        del fields["executed"]
+        return json.dumps(fields, indent=1)
 
     def __str__(self) -> str:
         lines = [
@@ -182,6 +187,7 @@ def summarise(statistics: Statistics, contents: Any, head: dict[str, Any]) -> Re
         mma_macs=statistics.mma_macs,
         peak_tmem_columns=statistics.peak_tmem_columns,
         mma_forms=dict(statistics.mma_forms.most_common()),
+        executed=statistics.segments.sum(0)[: len(contents)].tolist(),
         smem_map=[Place(*place) for place in sorted(statistics.smem_places)],
         tmem_map=[Place(*place) for place in sorted(statistics.tmem_places)],
         **head,

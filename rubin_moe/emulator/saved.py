@@ -111,7 +111,7 @@ class SavedLaunch:
         Raises EmulatorError when an address is taken in this process (then use a fresh one), and
         whatever the launch raises.
         """
-        with _memory_at(self.buffers) as arrays:
+        with memory_at(self.buffers) as arrays:
             device = Device(self.arch)
             for array in arrays:
                 device.register(array)
@@ -137,7 +137,7 @@ def _triple(values: Sequence[int]) -> tuple[int, int, int]:
 
 
 @contextlib.contextmanager
-def _memory_at(buffers: Sequence[SavedBuffer]) -> Iterator[list[np.ndarray]]:
+def memory_at(buffers: Sequence[SavedBuffer]) -> Iterator[list[np.ndarray]]:
     """uint8 arrays over fresh pages at the buffers' own addresses, filled with their data."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p

@@ -1,0 +1,185 @@
+#!/usr/bin/env python
+"""Puts faults into kernels and counts how many of them the emulator's rules find.
+
+    python scripts/emulator_mutants.py [--count N | --sample] [--only TEXT] [--jobs N]
+
+Every mutant is a sound kernel with one fault: a wait, fence, commit or arrival dropped, a phase
+flipped, a count, index, offset or descriptor field off by a step, two asynchronous operations in
+the wrong order. It is drawn by a fixed seed among the instructions that the sound kernel executes,
+and runs on the emulator under `rules="enforce"` with several seeds, until a rule, a deadlock, or
+different bytes in device memory show it. Survivors are either shown to be equivalent to the sound
+kernel (`tests/emulator/mutants/equivalence.py`) or listed.
+
+Writes docs/results/emulator_mutants.json, but with --sample or --only only prints.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+#: Draws the mutants.
+DRAW_SEED = 20261130
+#: Schedules of asynchronous operations that a mutant runs under, until it is caught.
+SEEDS = (1, 2, 3, 4, 5, 6)
+LEARN = (1, 2, 3)
+SAMPLE = 40
+#: Kernels of the sample: quick ones of each kind.
+SAMPLED = ("sm_107a-dense_nvfp4_ue4m3_128x64", "sm107 quantize_tokens", "triton matmul_tma",
+           "triton matmul_wgmma")  # fmt: skip
+PACKAGES = ("flashinfer-python", "nvidia-cutlass-dsl", "llvmlite", "numpy")
+ATTEMPTS = 3
+
+
+def record(name: str, path: Path) -> None:
+    """Compile a subject and save its launch."""
+    from tests.emulator.mutants.subjects import SUBJECTS
+
+    (subject,) = [s for s in SUBJECTS if s.name == name]
+    subject.record().save(path)
+
+
+def examine(path: Path, name: str, quota: int, rules: str | None) -> dict[str, Any]:
+    """Draw a subject's mutants and judge them."""
+    from rubin_moe.emulator.saved import SavedLaunch
+    from tests.emulator.mutants.draw import draw
+    from tests.emulator.mutants.equivalence import proof
+    from tests.emulator.mutants.trial import bench
+
+    started = time.monotonic()
+    rows = []
+    with bench(SavedLaunch.load(path), rules) as b:  # type: ignore[arg-type]
+        b.learn(LEARN)
+        drawn = draw(b.mutations(), quota, f"{DRAW_SEED} {name}")
+        for mutation in drawn:
+            verdict = b.judge(mutation, SEEDS)
+            row: dict[str, Any] = {
+                "kernel": name,
+                "fault": str(mutation),
+                "operator": mutation.operator,
+            }
+            row |= {"caught_by": verdict.kind, "rule": verdict.rule, "seeds": verdict.seeds}
+            row["message"] = verdict.message[:300]
+            if not verdict.kind:
+                row["equivalent"] = proof(b, mutation)
+            rows.append(row)
+            shown = verdict.kind or (
+                f"EQUIVALENT {row['equivalent']}" if row["equivalent"] else "SURVIVES"
+            )
+            print(f"{name:45} {mutation} -> {shown} {verdict.rule}", flush=True)
+    return {"name": name, "rows": rows, "seconds": round(time.monotonic() - started, 1)}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The counts that matter."""
+    equivalent = [r for r in rows if r.get("equivalent")]
+    caught = [r for r in rows if r["caught_by"]]
+    survivors = [r for r in rows if not r["caught_by"] and not r.get("equivalent")]
+    operators: dict[str, dict[str, int]] = {}
+    for row in rows:
+        counts = operators.setdefault(
+            row["operator"], {"mutants": 0, "equivalent": 0, "caught": 0, "survived": 0}
+        )
+        counts["mutants"] += 1
+        which = (
+            "caught" if row["caught_by"] else "equivalent" if row.get("equivalent") else "survived"
+        )
+        counts[which] += 1
+    return {
+        "mutants": len(rows),
+        "equivalent": len(equivalent),
+        "caught": len(caught),
+        "caught_percent": round(100 * len(caught) / max(len(rows) - len(equivalent), 1), 1),
+        "caught_by": dict(Counter(r["caught_by"] for r in caught).most_common()),
+        "rules": dict(Counter(r["rule"] for r in caught if r["rule"]).most_common()),
+        "operators": operators,
+        "survivors": survivors,
+    }
+
+
+def main(
+    count: Annotated[int, typer.Option(help="Mutants to draw.")] = 300,
+    sample: Annotated[bool, typer.Option(help="40 mutants of quick kernels.")] = False,
+    only: Annotated[str, typer.Option(help="Kernels whose name contains this.")] = "",
+    jobs: Annotated[int, typer.Option(help="Processes.")] = min(os.cpu_count() or 1, 8),
+    rules: Annotated[str, typer.Option(help="enforce, or none: traps only.")] = "enforce",
+    output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_mutants.json",
+) -> None:
+    """Exit 1 if fewer than 95 % of the mutants that are not equivalent are caught."""
+    from tests.emulator.mutants.subjects import SUBJECTS
+
+    chosen = [s for s in SUBJECTS if only in s.name and (not sample or s.name in SAMPLED)]
+    total = SAMPLE if sample else count
+    quotas = [total * (i + 1) // len(chosen) - total * i // len(chosen) for i in range(len(chosen))]
+    mode = None if rules == "none" else rules
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+        ) as pool,
+    ):
+        paths = {s.name: Path(folder) / f"{i}.launch" for i, s in enumerate(chosen)}
+        recorded = {s.name: pool.submit(record, s.name, paths[s.name]) for s in chosen}
+        futures = {}
+        for subject, quota in zip(chosen, quotas, strict=True):
+            recorded[subject.name].result()
+            futures[subject.name] = pool.submit(
+                examine, paths[subject.name], subject.name, quota, mode
+            )
+        results = []
+        for subject, quota in zip(chosen, quotas, strict=True):
+            for attempt in range(ATTEMPTS):
+                try:
+                    results.append(futures[subject.name].result())
+                    break
+                except Exception as error:  # an address of the launch may be taken
+                    if "fresh process" not in str(error) or attempt == ATTEMPTS - 1:
+                        raise
+                    futures[subject.name] = pool.submit(
+                        examine, paths[subject.name], subject.name, quota, mode
+                    )
+    rows = [row for result in results for row in result["rows"]]
+    counts = summary(rows)
+    result = {
+        "what": "kernels with one fault each, executed on the emulator",
+        "executed_on": f"emulator, {platform.processor() or platform.machine()}",
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "rules": rules,
+        "draw_seed": DRAW_SEED,
+        "seeds": list(SEEDS),
+        "kernels": [{"name": s.name, "origin": s.origin} for s in chosen],
+        "seconds": round(time.monotonic() - started, 1),
+        **counts,
+        "rows": rows,
+    }
+    shown = {k: v for k, v in counts.items() if k not in ("survivors", "operators")}
+    print(json.dumps(shown, indent=1))
+    for row in counts["survivors"]:
+        print(f"survives: {row['kernel']}: {row['fault']}")
+    print(f"{result['seconds']} s")
+    if not sample and not only and mode is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    if counts["caught_percent"] < 95:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Faults put into working kernels, to see that the emulator's rules find them."""
