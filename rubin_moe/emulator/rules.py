@@ -324,6 +324,22 @@ _MATRIX = _rules(
     },
 )
 
+_REGISTERS = (
+    *_rules(
+        "enforced",
+        "PTX ISA, wgmma.fence",
+        {"wgmma: first fence": "wgmma.fence stands before the first wgmma of a kernel."},
+    ),
+    *_rules(
+        "isa",
+        "PTX ISA, wgmma.fence; CuTe DSL clears accumulators after it",
+        {
+            "wgmma: register fence": "wgmma.fence stands between an access to a register and a "
+            "wgmma that accesses it.",
+        },
+    ),
+)
+
 TABLE: tuple[Rule, ...] = (
     *_MEMORY,
     *_POISON,
@@ -334,6 +350,7 @@ TABLE: tuple[Rule, ...] = (
     *_TENSOR_MEMORY,
     *_TENSOR_COPY,
     *_MATRIX,
+    *_REGISTERS,
 )
 RULES: dict[str, Rule] = {rule.id: rule for rule in TABLE}
 assert len(RULES) == len(TABLE), "a rule is listed twice"

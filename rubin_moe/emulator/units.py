@@ -46,4 +46,13 @@ _BINDERS: dict[str, Binder] = {
 
 def bind(site: UnitSite, context: LaunchContext) -> Handler:
     """The handler of one instruction for one launch."""
-    return _BINDERS[site.family](site, context)
+    handler = _BINDERS[site.family](site, context)
+    if context.findings is None or not site.faults:
+        return handler
+
+    def faulty(warp: Warp, mask: int) -> bool:
+        for rule, reason in site.faults:
+            warp.found(rule, reason, site.line, site.opcode)
+        return handler(warp, mask)
+
+    return faulty

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.forms import Family
+from rubin_moe.emulator.isa.register_fence import missing_fences
 from rubin_moe.emulator.lower import Lowered
 from rubin_moe.emulator.native.ir import V64, Val
 from rubin_moe.emulator.ptx.ast import (
@@ -62,6 +63,8 @@ class UnitSite:
     family: str
     operands: tuple[Slots | Rows, ...]
     slots: int
+    #: rule and reason of what is wrong with the instruction where it stands
+    faults: tuple[tuple[str, str], ...] = ()
 
 
 def _is_vector(operand: Operand, position: int, family: Family, lowered: Lowered) -> bool:
@@ -90,7 +93,8 @@ def plan_site(index: int, lowered: Lowered) -> UnitSite:
         slot += count
     if slot > MAX_ARGS:
         raise ValueError(f"line {ins.line}: {ins.opcode} has {slot} scalar operands")
-    return UnitSite(index, ins.opcode, ins.parts, ins.line, family.name, tuple(plans), slot)
+    faults = missing_fences(index, lowered) if family.name == "wgmma" else ()
+    return UnitSite(index, ins.opcode, ins.parts, ins.line, family.name, tuple(plans), slot, faults)
 
 
 def _scalars(operand: Operand) -> tuple[Operand, ...]:
