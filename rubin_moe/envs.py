@@ -9,6 +9,8 @@ VARIABLES = {
     "RUBIN_MOE_BACKEND": "name of the one backend to use; refuses to serve if it cannot",
     "RUBIN_MOE_FORBID": "comma-separated backends never to use",
     "RUBIN_MOE_ACTIVATION_FORMAT": "16bit | nvfp4-ue4m3 | nvfp4-ue5m3 | mxfp8 | int8",
+    "RUBIN_MOE_INPUT_SCALE": "layer | expert: FC1's with nvfp4-ue4m3 activations, the layer's "
+    "largest or each expert's own (default layer)",
     "RUBIN_MOE_FOLD": "none | exact | full: fold of global scales at load (default: only where "
     "block scales are recoded, exact)",
     "RUBIN_MOE_DETERMINISTIC": "1: bit-equal runs and batch invariance (default 1)",
@@ -30,6 +32,14 @@ def flag(name: str, default: bool) -> bool:
     if value not in ("", "0", "1"):
         raise ConfigError(f"{name}={value!r}: expected 0 or 1")
     return default if value == "" else value == "1"
+
+
+def choice(name: str, values: tuple[str, ...]) -> str:
+    """A variable that is one of ``values``, the first where it is not set."""
+    value = text(name) or values[0]
+    if value not in values:
+        raise ConfigError(f"{name}={value!r}: expected {' or '.join(values)}")
+    return value
 
 
 def names(name: str) -> tuple[str, ...]:

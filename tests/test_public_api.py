@@ -9,7 +9,7 @@ API = {
     "rubin_moe.formats.quantize:quantize": "x fmt dec mx_rule search",
     "rubin_moe.formats.quantize:dequantize": "qdata sf fmt dec dtype",
     "rubin_moe.formats.experts:ExpertWeights": (
-        "fmt hidden intermediate gated w13 w2 expert_ids name"
+        "fmt hidden intermediate gated w13 w2 expert_ids name layer_input_dec"
     ),
     "rubin_moe.formats.experts:ProjectionWeights": "qdata sf dec bias input_dec",
     "rubin_moe.loader.load:ModelCheckpoint": "path",

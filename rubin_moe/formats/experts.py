@@ -53,6 +53,10 @@ class ExpertWeights:
         w2: ``N = hidden``, ``K = intermediate``.
         expert_ids: global id of each local expert, in order.
         name: module name in the checkpoint, for messages.
+        layer_input_dec: the largest ``w13.input_dec`` of all experts of the layer, other ranks'
+            included: FC1's activation scale where a token is quantized once for all its experts
+            (`kernels.input_scales`). NaN where one was never calibrated, None where the checkpoint
+            has none at all or nobody looked at the other ranks' experts.
 
     Raises:
         CheckpointError: a tensor whose dtype or shape is not the one stated above.
@@ -66,6 +70,7 @@ class ExpertWeights:
     w2: ProjectionWeights
     expert_ids: tuple[int, ...]
     name: str = "experts"
+    layer_input_dec: float | None = None
 
     @property
     def num_experts(self) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ActivationFormat = Literal["16bit", "nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp8", "int8"]
 """What the GEMMs read as activations; ``16bit`` is the model's own dtype (W4A16)."""
+InputScale = Literal["layer", "expert"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class MoEProblem:
         dtype: of hidden states: ``bfloat16``, ``float16`` or ``float32``.
         router_weight_on_input: Llama-4: the weight scales the input, top-1 only.
         deterministic: bit-equal runs and a row independent of its batch.
+        input_scale: of UE4M3 activations of FC1: the layer's largest, or each expert's own
+            (`kernels.input_scales`).
     """
 
     num_experts: int
@@ -48,6 +51,7 @@ class MoEProblem:
     has_bias: bool = False
     router_weight_on_input: bool = False
     deterministic: bool = True
+    input_scale: InputScale = "layer"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Decided from names, dtypes and shapes alone, so that the same rules serve loading (`assemble`) and
 inspection from headers (`summary`). Every tensor fills a slot, is ignored for a reason, belongs to
-another rank, or is left over; every slot is filled once.
+another rank, or is left over; every slot is filled once. Input scales are read of all experts,
+other ranks' too: what quantizes a token once for all its experts needs the largest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,8 @@ class Account:
         name: of the module, for messages.
         expert_ids: global id of each local expert.
         input_scales: whether they are read.
+
+    A slot is counted by local expert, that of an input scale by global id.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class Account:
         if reading.part == "input_dec" and self.input_scales == "ignore":
             self.ignored[label] = f"{self.spec.scheme} reads no input scale"
             return None
-        if slot.expert is not None and slot.expert not in self._locals:
+        foreign = slot.expert is not None and slot.expert not in self._locals
+        if foreign and reading.part != "input_dec":
             return None
         return Admitted(label, slot, reading)
 
@@ -188,28 +192,34 @@ class Account:
     # -- slots -----------------------------------------------------------------------------------
 
     def targets(self, admitted: Admitted, rows: int) -> Iterator[tuple[int, int]]:
-        """(row of the stored tensor, local index) pairs; one stored row serves every expert."""
+        """(row of the stored tensor, index) pairs; one stored row serves every expert."""
         expert = admitted.slot.expert
+        everyone = admitted.part == "input_dec"
         if expert is not None:
-            yield from ((0, local) for local in self._locals.get(expert, ()))
+            locals_ = self._locals.get(expert, ())
+            yield from ((0, index) for index in ((expert,) if everyone else locals_))
             return
-        for local, expert in enumerate(self.expert_ids):
-            yield (0 if rows == 1 else expert), local
+        for index, expert in enumerate(self._experts(admitted.part)):
+            yield (0 if rows == 1 else expert), index
 
-    def mark(self, admitted: Admitted, projection: SingleProjection, local: int) -> None:
+    def _experts(self, part: Part) -> Sequence[int]:
+        """Global ids of the experts that slots of ``part`` are counted for."""
+        return range(self.spec.num_experts) if part == "input_dec" else self.expert_ids
+
+    def mark(self, admitted: Admitted, projection: SingleProjection, index: int) -> None:
         """Notes a slot as filled. Raises CheckpointError if it was."""
         filled = self.filled.setdefault((projection, admitted.part), set())
-        if local in filled:
+        if index in filled:
             raise CheckpointError(
                 f"{admitted.label}: {projection} {admitted.part} of expert "
-                f"{self.expert_ids[local]} came twice"
+                f"{self._experts(admitted.part)[index]} came twice"
             )
-        filled.add(local)
+        filled.add(index)
 
     def lacking(self, projection: SingleProjection, part: Part) -> list[int]:
         """Global ids of experts whose slot is empty."""
         filled = self.filled.get((projection, part), set())
-        return [e for i, e in enumerate(self.expert_ids) if i not in filled]
+        return [e for i, e in enumerate(self._experts(part)) if i not in filled]
 
     def _required(self) -> Iterator[tuple[SingleProjection, Part]]:
         for projection in self.spec.projections:

@@ -8,7 +8,7 @@ that lists what is missing, what was left over, and the nearest names.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -80,6 +80,10 @@ class ExpertAssembler:
         halves = len(spec.projections) - 1
         self._w13 = self._allocate(halves * width, spec.hidden, halves)
         self._w2 = self._allocate(spec.hidden, width, 1)
+        # of all experts of the layer: scalars, and every rank has to choose the same
+        self._inputs = {
+            n: _reals((spec.num_experts, h), math.nan) for n, h in (("w13", halves), ("w2", 1))
+        }
 
     def _allocate(self, n: int, k: int, halves: int) -> ProjectionWeights:
         e, fmt = len(self.expert_ids), self.spec.fmt
@@ -89,7 +93,6 @@ class ExpertAssembler:
             sf=_bytes((e, n, fmt.scales_k(k)), padded),
             dec=_reals((e, halves), 1.0),
             bias=_reals((e, n), 0.0) if self.spec.has_bias else None,
-            input_dec=None if self._input_scales == "ignore" else _reals((e, halves), math.nan),
         )
 
     def add(self, name: str | ExpertSlot, tensor: Tensor | Callable[[], Tensor]) -> bool:
@@ -101,8 +104,9 @@ class ExpertAssembler:
                 this rank needs it. It is read and not kept.
 
         Returns:
-            Whether values were taken; False for another rank's expert, for a deliberately ignored
-            tensor, and for one that no slot takes (an error in `finish`).
+            Whether values were taken; False for another rank's expert (but its input scales are
+            taken), for a deliberately ignored tensor, and for one that no slot takes (an error in
+            `finish`).
 
         Raises:
             CheckpointError: unexpected dtype or shape, a slot filled twice, an implausible global
@@ -133,9 +137,11 @@ class ExpertAssembler:
             rows = tensor.reshape(e, -1).expand(e, halves).tolist()
         for half, projection in enumerate(admitted.projections):
             place = self._places[projection]
-            target = getattr(self._weights(place), admitted.part).numpy()
-            for row, local in self._account.targets(admitted, rows=len(rows)):
-                self._account.mark(admitted, projection, local)
+            inputs = admitted.part == "input_dec"
+            scales = self._inputs[place.attr] if inputs else self._weights(place).dec
+            target = scales.numpy()
+            for row, index in self._account.targets(admitted, rows=len(rows)):
+                self._account.mark(admitted, projection, index)
                 value = rows[row][half]
                 if admitted.part == "dec":
                     self._check_stored_global(label, value)
@@ -143,7 +149,7 @@ class ExpertAssembler:
                 value = 1 / value if reading.reciprocal and value else value
                 if admitted.part == "dec":
                     validate.check_global(value, label)
-                target[local, place.half] = value
+                target[index, place.half] = value
 
     def _check_stored_global(self, label: str, stored: float) -> None:
         low, high = self.spec.dialect.global_range
@@ -203,10 +209,12 @@ class ExpertAssembler:
         if incomplete is not None:
             raise CheckpointError(incomplete)
         self._finished = True
-        input_scales = self._input_decs()
+        self._settle_inputs()
         self._check_scales()
-        if not input_scales:
-            self._w13, self._w2 = (_without_inputs(w) for w in (self._w13, self._w2))
+        largest = None
+        if any(part == "input_dec" for _, part in self._account.filled):
+            largest = float(self._inputs["w13"].amax())  # NaN wins
+            self._w13, self._w2 = self._with_inputs("w13"), self._with_inputs("w2")
         return ExpertWeights(
             fmt=self.spec.fmt,
             hidden=self.spec.hidden,
@@ -216,27 +224,25 @@ class ExpertAssembler:
             w2=self._w2,
             expert_ids=self.expert_ids,
             name=self.name,
+            layer_input_dec=largest,
         )
 
-    def _input_decs(self) -> bool:
-        """Whether the result has input scales, after the check that ``require`` asks for."""
-        if self._input_scales == "ignore":
-            return False
-        if self._input_scales == "require":
-            for weights, halves in (
-                (self._w13, self.spec.projections[:-1]),
-                (self._w2, self.spec.projections[-1:]),
-            ):
-                assert weights.input_dec is not None
-                validate.settle_input_scales(
-                    weights.input_dec,
-                    self.expert_ids,
-                    halves,
-                    self.name,
-                    self._checks,
-                    self.repairs,
-                )
-        return any(part == "input_dec" for _, part in self._account.filled)
+    def _settle_inputs(self) -> None:
+        """The check of every expert's input scales that ``require`` asks for."""
+        if self._input_scales != "require":
+            return
+        projections = self.spec.projections
+        for attr, halves in (("w13", projections[:-1]), ("w2", projections[-1:])):
+            experts = range(self.spec.num_experts)
+            validate.settle_input_scales(
+                self._inputs[attr], experts, halves, self.name, self._checks, self.repairs
+            )
+
+    def _with_inputs(self, attr: Literal["w13", "w2"]) -> ProjectionWeights:
+        """A projection with the input scales of its local experts."""
+        weights = self._w13 if attr == "w13" else self._w2
+        own = self._inputs[attr].numpy()[list(self.expert_ids)]
+        return replace(weights, input_dec=torch.from_numpy(own))
 
     def _check_scales(self) -> None:
         spec, where = self.spec, self._where
@@ -282,7 +288,3 @@ def _half(matrix: Tensor, half: int, halves: int, interleaved: bool) -> Tensor:
         return matrix[half::2]
     rows = matrix.shape[0] // 2
     return matrix[half * rows : (half + 1) * rows]
-
-
-def _without_inputs(w: ProjectionWeights) -> ProjectionWeights:
-    return ProjectionWeights(w.qdata, w.sf, w.dec, w.bias, None)

@@ -182,6 +182,26 @@ def test_a_rank_takes_its_own_experts_and_says_so() -> None:
     assert torch.equal(weights.w2.qdata[0], tensors["3.down_proj.weight"])
 
 
+def test_a_rank_waits_for_the_input_scales_of_all_experts() -> None:
+    """FC1's largest is another rank's: vLLM must not take the layer as loaded before it came."""
+    layer = Layer(_spec(scheme="w4a4"), Shard(expert_ids=(3, 1)), input_scales="require")
+    tensors = _tensors()
+    tensors["0.up_proj.input_scale"] = torch.tensor(0.75)
+    other = {n: t for n, t in tensors.items() if n[0] in "02" and "input_scale" in n}
+    layer.by_parameter({n: t for n, t in tensors.items() if n not in other})
+    assert layer.w13_weight.all()
+    assert not layer.w13_input_scale.all()
+    assert not layer.w2_input_scale.all()
+    assert all(layer.by_parameter(other).values())
+    assert layer.w13_input_scale.all()
+    assert layer.w2_input_scale.all()
+    weights = layer.loading.finish()
+    assert weights is not None
+    assert weights.layer_input_dec == 0.75
+    assert weights.w13.input_dec is not None
+    assert weights.w13.input_dec.max() < 0.75
+
+
 def test_stacked_tensors_come_whole_and_are_cut_here() -> None:
     spec = _spec(GPT_OSS, has_bias=True, stacking=GPT_OSS.stacking)
     tensors = _tensors(gpt_oss=True)

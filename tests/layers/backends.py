@@ -103,6 +103,7 @@ def weights_of(layer: moe.Layer, expert_ids: tuple[int, ...] | None = None) -> E
         w2=projection(layer.w2, 1),
         expert_ids=ids,
         name="layers.0.experts",
+        layer_input_dec=float(np.max(layer.act_dec[0])) if layer.act_fmt == "nvfp4-ue4m3" else None,
     )
 
 
@@ -124,6 +125,7 @@ def experts_of(
         global_num_experts=len(layer.w2.qdata),
         router_weight_on_input=layer.weight_on_input,
     )
+    problem = replace(problem, input_scale=layer.input_scale)
     return MoEExperts(weights, problem, case.backend.target, case.backend.name)
 
 

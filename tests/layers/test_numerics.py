@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rubin_moe.errors import CheckpointError
+from rubin_moe.layers.experts import MoEExperts
 from tests.layers import backends
 from tests.oracles import moe, problems, quant
 
@@ -233,6 +234,43 @@ def test_missing_or_broken_input_scales_are_named():
     assert torch.isfinite(out).all()
 
 
+@pytest.mark.parametrize("input_scale", ["layer", "expert"])
+def test_which_input_scale_quantizes_a_token(input_scale):
+    """Unequal ones, up to twice the smallest: the layer's largest, or each expert's own."""
+    case = next(p.values[0] for p in backends.cases(fmt="nvfp4-ue4m3", name="cpu-tcgen05"))
+    layer = backends.with_case(problems.layer(20, case.fmt, 8), case)
+    layer = replace(layer, input_scale=input_scale)
+    x = backends.tokens(21, 12)
+    ids, weights = problems.routing(22, "uniform", 12, 8, 2)
+    out = backends.call(backends.experts_of(layer, case), case, x, ids, weights)
+    backends.assert_close(layer, x, ids, weights, out)
+    other = replace(layer, input_scale={"layer": "expert", "expert": "layer"}[input_scale])
+    assert not torch.equal(
+        out, backends.call(backends.experts_of(other, case), case, x, ids, weights)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_quantize_a_token_as_the_whole_layer_does(ranks):
+    """Expert parallelism with unequal input scales: every rank takes the layer's largest."""
+    case = next(p.values[0] for p in backends.cases(fmt="nvfp4-ue4m3", name="cpu-tcgen05"))
+    layer = backends.with_case(problems.layer(23, case.fmt, 8), case)
+    x = backends.tokens(24, 9)
+    ids, weights = problems.routing(25, "uniform", 9, 8, 1)
+    whole = backends.call(backends.experts_of(layer, case, top_k=1), case, x, ids, weights)
+    parts = [tuple(range(r, 8, ranks)) for r in range(ranks)]
+    ranked = [backends.experts_of(layer, case, top_k=1, expert_ids=part) for part in parts]
+    outs = [backends.call(rank, case, x, ids, weights) for rank in ranked]
+    assert torch.equal(torch.stack(outs).sum(0), whole)  # one expert a token: sums with zeros
+    for largest, message in (
+        (None, "largest input scale of all of them is not known"),
+        (1e-9, "as the largest input scale of the layer"),
+    ):
+        wrong = replace(backends.weights_of(layer, parts[0]), layer_input_dec=largest)
+        with pytest.raises(CheckpointError, match=message):
+            MoEExperts(wrong, ranked[0].problem, case.backend.target, case.backend.name)
+
+
 def test_a_calibrated_input_scale_changes_the_rounding_and_not_the_size():
     """Field report 18: an ignored or twice applied scale is off by its value, here 2000."""
     case = next(p.values[0] for p in backends.cases(fmt="nvfp4-ue4m3", name="cpu-tcgen05"))
@@ -284,6 +322,6 @@ def test_weights_of_more_than_two_to_the_31_bytes(case):
     out = backends.call(experts, case, x, ids, weights)
     small = backends.with_case(few, case)
     if case.act_fmt:
-        dec = [np.asarray(d)[[0, 512]] for d in backends.with_case(many, case).act_dec]
-        small = replace(small, act_dec=(dec[0], dec[1]))
+        first, second = (np.asarray(d) for d in backends.with_case(many, case).act_dec)
+        small = replace(small, act_dec=(first.max(), second[[0, 512]]))
     backends.assert_close(small, x, np.where(ids == 512, 1, 0), weights, out)

@@ -13,6 +13,7 @@ from rubin_moe.loader.modelopt import MODELOPT
 from rubin_moe.loader.names import ExpertSlot
 from rubin_moe.loader.sharding import Shard, legal_tp_sizes
 from rubin_moe.loader.spec import ExpertsSpec
+from rubin_moe.loader.validate import ScaleChecks
 from tests.oracles import moe
 
 from .checkpoints import Style, assert_same, expert_tensors, folder, layer
@@ -242,6 +243,51 @@ def test_slots_may_be_given_instead_of_names_and_only_what_is_needed_is_read():
             for leaf in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
                 name = f"{NAME}.{e}.{projection}_proj.{leaf}"
                 taken = assembler.add(ExpertSlot(projection, leaf, e), lambda n=name: lazily(n))
-                assert taken is (e >= 2)
+                assert taken is (e >= 2 or leaf == "input_scale")
     assembler.finish()
-    assert len(calls) == 2 * 12
+    assert len(calls) == 2 * 12 + 2 * 3
+
+
+@pytest.mark.parametrize(
+    "shard", [Shard(), Shard(ep_rank=1, ep_size=2), Shard(expert_ids=(3, 0)), Shard(0, 2)], ids=str
+)
+def test_every_rank_knows_the_largest_input_scale_of_the_layer(shard):
+    """Of FC1, where a token is quantized once; its own experts' come with the weights."""
+    found = tensors()
+    for number, (e, projection) in enumerate(((2, "up"), (0, "gate"), (1, "down"))):
+        found[f"{NAME}.{e}.{projection}_proj.input_scale"] = torch.tensor(0.5 + number)
+    weights = assemble(found, shard=shard)
+    assert weights.layer_input_dec == 1.5
+    for local, e in enumerate(weights.expert_ids):
+        gate, up, down = (
+            float(found[f"{NAME}.{e}.{p}_proj.input_scale"]) for p in ("gate", "up", "down")
+        )
+        assert weights.w13.input_dec[local].tolist() == [gate, up]
+        assert weights.w2.input_dec[local].tolist() == [down]
+
+
+def test_input_scales_of_other_ranks_are_checked_and_mended_alike():
+    found = tensors()
+    del found[f"{NAME}.3.up_proj.input_scale"]
+    found[f"{NAME}.0.down_proj.input_scale"] = torch.tensor(9.0)
+    found[f"{NAME}.3.down_proj.input_scale"] = torch.tensor(0.0)
+    for rank in range(2):
+        shard = Shard(ep_rank=rank, ep_size=2)
+        with pytest.raises(CheckpointError, match=r"up of experts \[3\]"):
+            assemble(found, shard=shard)
+        kept = assemble(found, shard=shard, input_scales="keep")
+        assert np.isnan(kept.layer_input_dec)
+        ignored = assemble(found, shard=shard, input_scales="ignore")
+        assert ignored.layer_input_dec is None
+        mended = assemble(found, shard=shard, checks=ScaleChecks(repair={"input_scales"}))
+        assert mended.layer_input_dec < 1
+    assert mended.w2.input_dec[1] == 9.0  # the largest of the layer, which is another rank's
+
+
+def test_an_input_scale_of_another_rank_that_comes_twice():
+    found = tensors()
+    assembler = ExpertAssembler(SPEC, Shard(ep_rank=1, ep_size=2), NAME)
+    name = f"{NAME}.0.gate_proj.input_scale"
+    assembler.add(name, found[name])
+    with pytest.raises(CheckpointError, match="input_dec of expert 0 came twice"):
+        assembler.add(name, found[name])

@@ -30,7 +30,8 @@ class Layer:
 
     ``kind``: silu, swigluoai, relu2 or gelu_tanh. ``act_fmt``: format the inputs of both GEMMs are
     rounded to, or None; ``act_dec``: the activation's global scale for FC1 and FC2, a number each
-    or one an expert.
+    or one an expert; ``input_scale``: FC1's is the largest of all experts (layer) or each
+    expert's own (expert).
     """
 
     fmt: str
@@ -43,6 +44,7 @@ class Layer:
     act_fmt: str | None = None
     act_dec: tuple[float | np.ndarray, float | np.ndarray] = (1.0, 1.0)
     weight_on_input: bool = False
+    input_scale: str = "layer"
 
 
 def activate(layer: Layer, h: np.ndarray) -> np.ndarray:
@@ -87,6 +89,8 @@ def moe(layer: Layer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np
 def act_dec(layer: Layer, gemm: int, expert: int) -> float:
     """The activation's global scale for one expert."""
     dec = np.asarray(layer.act_dec[gemm], dtype=np.float64)
+    if gemm == 0 and layer.input_scale == "layer":
+        return float(dec.max())
     return float(dec if dec.ndim == 0 else dec[expert])
 
 

@@ -110,12 +110,18 @@ def test_an_activation_scale_an_expert():
     x = np.random.default_rng(5).normal(size=(4, 64))
     ids, weights = np.arange(4)[:, None], np.ones((4, 1), dtype=np.float32)
     each = np.array([0.01, 0.02, 0.03, 0.05])
-    together = moe.moe(replace(layer, act_dec=(each, each)), x, ids, weights)
+    own = replace(layer, act_dec=(each, each), input_scale="expert")
+    together = moe.moe(own, x, ids, weights)
+    largest = moe.moe(replace(own, input_scale="layer"), x, ids, weights)
     for e in range(4):
         alone = replace(layer, act_dec=(each[e], each[e]))
         part = slice(e, e + 1)
         np.testing.assert_array_equal(
             moe.moe(alone, x[part], ids[part], weights[part])[0], together[e]
+        )
+        alone = replace(layer, act_dec=(each[3], each[e]))
+        np.testing.assert_array_equal(
+            moe.moe(alone, x[part], ids[part], weights[part])[0], largest[e]
         )
 
 

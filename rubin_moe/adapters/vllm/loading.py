@@ -87,7 +87,8 @@ class LayerLoading:
             for projection, halves in ((gate_up, len(self._spec.projections) - 1), ("down", 1)):
                 if self._spec.dialect.stacking is None:
                     shard = "w2" if projection == "down" else "w13"
-                    self._add_tally(layer, f"{shard}_{leaf}", (len(self._locals), halves), leaf)
+                    rows = len(self._counted(leaf))
+                    self._add_tally(layer, f"{shard}_{leaf}", (rows, halves), leaf)
                 if self._spec.stacking is not None:
                     self._add_tally(layer, f"{STACKED}{projection}_proj_{leaf}", (1, 1), leaf)
         layer.load_weights = self._module_loader(layer)  # type: ignore[assignment]
@@ -98,15 +99,23 @@ class LayerLoading:
         tally = torch.nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False)
         tally.weight_loader = self.weight_loader  # type: ignore[attr-defined]
         tally.stored_name = name  # type: ignore[attr-defined]
-        reading = self._spec.dialect.read(leaf)
-        unread = isinstance(reading, Ignored) or (
-            isinstance(reading, Reading)
-            and reading.part == "input_dec"
-            and self._input_scales == "ignore"
-        )
-        if unread:  # since 0.32: vLLM's reload does not wait for it
+        ignored = isinstance(self._spec.dialect.read(leaf), Ignored)
+        if ignored or (
+            self._is_input_scale(leaf) and self._input_scales == "ignore"
+        ):  # since 0.32: vLLM's reload does not wait for it
             tally.weight_loader_numel = 0  # type: ignore[attr-defined]
         layer.register_parameter(name, tally)
+
+    def _is_input_scale(self, leaf: str) -> bool:
+        reading = self._spec.dialect.read(leaf)
+        return isinstance(reading, Reading) and reading.part == "input_dec"
+
+    def _counted(self, leaf: str) -> dict[int, int]:
+        """Row of the tally of every expert whose ``leaf`` is waited for; input scales are read of
+        all experts (`loader.accounting`)."""
+        if self._is_input_scale(leaf) and self._input_scales != "ignore":
+            return {expert: expert for expert in range(self._spec.num_experts)}
+        return self._locals
 
     def weight_loader(
         self,
@@ -140,9 +149,11 @@ class LayerLoading:
     def _tick(self, tally: Tensor, slot: ExpertSlot) -> None:
         if slot.expert is None:
             tally.data.copy_(torch.ones_like(tally))
-        elif slot.expert in self._locals:
+            return
+        rows = self._counted(slot.leaf)
+        if slot.expert in rows:
             half = 1 if slot.projection == "up" and self._spec.gated else 0
-            place = tally.data[self._locals[slot.expert], half]
+            place = tally.data[rows[slot.expert], half]
             place.copy_(torch.ones_like(place))
 
     def _place(self, slot: ExpertSlot | str, tensor: Tensor) -> bool:

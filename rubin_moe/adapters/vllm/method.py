@@ -19,7 +19,7 @@ from rubin_moe.errors import ConfigError, UnsupportedError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.kernels import registry
 from rubin_moe.kernels.activation import Activation
-from rubin_moe.kernels.base import ActivationFormat, MoEProblem
+from rubin_moe.kernels.base import ActivationFormat, InputScale, MoEProblem
 from rubin_moe.layers import ops
 from rubin_moe.layers.experts import MoEExperts
 from rubin_moe.loader.for_activations import default_activations, fit, weight_format_for
@@ -124,6 +124,9 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
             has_bias=spec.has_bias,
             router_weight_on_input=bool(layer.apply_router_weight_on_input),
             deterministic=envs.flag("RUBIN_MOE_DETERMINISTIC", True),
+            input_scale=cast(
+                InputScale, envs.choice("RUBIN_MOE_INPUT_SCALE", get_args(InputScale))
+            ),
         )
 
     def _activation(self, layer: Any) -> Activation:

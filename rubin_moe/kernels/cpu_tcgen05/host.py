@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rubin_moe.errors import CheckpointError, FormatError
+from rubin_moe.errors import FormatError
 from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.quantize import dequantize, quantize
 from rubin_moe.formats.spec import FORMATS, BlockFormat
+from rubin_moe.kernels import input_scales
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.cpu_tcgen05.rules import ROWS_PER_TILE
 from rubin_moe.kernels.epilogue import activate
@@ -64,7 +65,10 @@ class Tcgen05Kernel:
         if not self.act_fmt.has_global:
             ones = torch.ones(weights.num_experts, dtype=torch.float32)
             return Tcgen05Experts(weights, ones, ones.clone())
-        return Tcgen05Experts(weights, _input_scales(weights, "w13"), _input_scales(weights, "w2"))
+        first, second = (input_scales.of_experts(weights, w) for w in ("w13", "w2"))
+        if self.problem.input_scale == "layer":
+            first = input_scales.of_layer(weights, self.problem).expand_as(first).clone()
+        return Tcgen05Experts(weights, first, second)
 
     def run(
         self,
@@ -119,25 +123,6 @@ def _tiled_product(a: Tensor, w: Tensor) -> Tensor:
     m = a.shape[0]
     padded = torch.nn.functional.pad(a, (0, 0, 0, -m % ROWS_PER_TILE))
     return torch.cat([tile @ w for tile in padded.split(ROWS_PER_TILE)])[:m]
-
-
-def _input_scales(weights: ExpertWeights, which: str) -> Tensor:
-    """float32 ``[E]``; gate and up read the same activations, so the larger of the two counts."""
-    proj: ProjectionWeights = getattr(weights, which)
-    if proj.input_dec is None:
-        raise CheckpointError(
-            f"{weights.name}.{which}: no input scale in the checkpoint (W4A16), and nvfp4-ue4m3 "
-            "activations need one; nvfp4-ue5m3 activations do not"
-        )
-    scales = proj.input_dec.amax(-1)  # NaN wins
-    bad = ~(torch.isfinite(scales) & (scales > 0))
-    if bad.any():
-        ids = [weights.expert_ids[i] for i in bad.nonzero().flatten().tolist()]
-        raise CheckpointError(
-            f"{weights.name}.{which}: no usable input scale for experts {ids} (never calibrated, "
-            "or not positive); nvfp4-ue5m3 activations need none"
-        )
-    return scales
 
 
 def build(problem: MoEProblem) -> Tcgen05Kernel:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rubin_moe.errors import CheckpointError, FormatError
+from rubin_moe.errors import FormatError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.formats.spec import FORMATS, NVFP4_UE4M3, BlockFormat
+from rubin_moe.kernels import input_scales
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.launch import CompiledKernel, Launcher, launcher
 from rubin_moe.kernels.sm107 import plan as plans
@@ -87,20 +88,11 @@ class Sm107Kernel:
     def _input_scales(self, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
         """float32 ``[1]`` for FC1, one for all experts since a token is quantized once, and
         ``[E]`` for FC2."""
-        e, device = weights.num_experts, weights.w13.qdata.device
         if self.act_fmt != NVFP4_UE4M3:
-            return torch.ones(1, device=device), torch.ones(e, device=device)
-        found = []
-        for proj in ("w13", "w2"):
-            dec = getattr(weights, proj).input_dec
-            scales = None if dec is None else dec.amax(-1)
-            if scales is None or not bool((torch.isfinite(scales) & (scales > 0)).all()):
-                raise CheckpointError(
-                    f"{weights.name}.{proj}: nvfp4-ue4m3 activations need an input scale for "
-                    "every expert; nvfp4-ue5m3 activations need none"
-                )
-            found.append(scales)
-        return found[0].amax().reshape(1), found[1]
+            ones = torch.ones(weights.num_experts, device=weights.w13.qdata.device)
+            return ones[:1].clone(), ones
+        first = input_scales.of_layer(weights, self.problem)
+        return first, input_scales.of_experts(weights, "w2")
 
     def run(
         self,

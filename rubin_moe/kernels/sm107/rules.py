@@ -34,6 +34,8 @@ def why_not_problem(problem: MoEProblem) -> str | None:
         return f"activation {problem.activation.kind} with limit {problem.activation.limit}: silu"
     if problem.has_bias:
         return "adds no bias"
+    if problem.input_scale != "layer":
+        return "quantizes a token once for all its experts, not with each expert's own input scale"
     if problem.num_experts > MAX_EXPERTS or problem.top_k > MAX_TOP_K:
         return f"at most {MAX_EXPERTS} experts and top-{MAX_TOP_K}"
     return None
