@@ -11,7 +11,7 @@ together jumps between segments directly; otherwise each lane's segment is in th
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rubin_moe.emulator.forms import Family, UnsupportedInstructionError
@@ -105,8 +105,59 @@ class Emitter:
         self.trap_unless(self.field("trap_code", I32).eq(0))
 
     # -- what the checked form adds; the plain form has nothing of it
+    def start(self, family: Family) -> None:
+        """Before an instruction."""
+
+    def finish(self) -> None:
+        """After an instruction that does not leave."""
+
     def accessed(self, address: Val, mask: Val, size: int, kind: int, space: str) -> None:
         """``size`` bytes a lane are about to be accessed at host addresses."""
+
+    def ordered(self, event: str, *arguments: int) -> None:
+        """Tell the race detector of an event (a hook of ``order/hooks.py``)."""
+
+    def first_read(self, name: str) -> None:
+        """A segment reads a register that is in the state block."""
+
+    def loaded(
+        self, items: Sequence[Operand], address: Val, mask: Val, bits: int, space: str
+    ) -> None:
+        """Consecutive elements of ``bits`` go to ``items``."""
+
+    def gathered(self, item: Operand, places: Sequence[Val], mask: Val, bits: int) -> None:
+        """Parts of ``bits`` from several places of shared memory go to ``item``."""
+
+    def scattered(self, item: Operand, part: int, place: Val, mask: Val, bits: int) -> None:
+        """Part number ``part`` of ``item``, of ``bits``, goes to shared memory."""
+
+    def stored(
+        self, items: Sequence[Operand], address: Val, mask: Val, bits: int, space: str
+    ) -> None:
+        """``items`` go to consecutive elements of ``bits``."""
+
+    def combined(
+        self, old: Operand | None, address: Val, mask: Val, size: int, space: str, value: Operand
+    ) -> None:
+        """An atomic operation of ``size`` bytes a lane leaves the old value in ``old``."""
+
+    def copied(self, target: Val, source: Val, count: Val, mask: Val, size: int) -> None:
+        """``count`` bytes from global memory, then zeros up to ``size``, go to shared memory."""
+
+    def permuted(self, dest: Operand, source: Val | list[int]) -> None:
+        """A shuffle: each lane takes the value of a source lane."""
+
+    def defined(self, address: Val, mask: Val, size: int) -> None:
+        """``size`` bytes a lane of shared memory become defined."""
+
+    def require_address(self, operand: Operand, mask: Val) -> None:
+        """An operand is about to be used as an address."""
+
+    def require_operands(self, operands: Sequence[Operand], mask: Val) -> None:
+        """Operands are about to be used by a barrier."""
+
+    def argument(self, slot: int, operand: Operand, mask: Val, data: bool) -> None:
+        """An operand goes to an argument row, as data or to steer the instruction."""
 
     # -- operands
     def read(self, operand: Operand, bits: int) -> Val:
@@ -165,6 +216,7 @@ class Emitter:
         if name not in self.offsets:  # never written before it is read: undefined
             bits = TYPE_BITS[self.registers[name]]
             return self.b.const(0, Type("i", bits, LANES))
+        self.first_read(name)
         slot = self.b.gep(self.S, self.offsets[name])
         bits = TYPE_BITS[self.registers[name]]
         if bits == 1:
@@ -377,6 +429,7 @@ class Emitter:
         b.call("emu.suspend", None, self.S, self.mask, b.const(self.number, I32))
         b.br("dispatch")
         b.label(here)
+        self.ordered("converge")
 
 
 EmitFunction = Callable[[Emitter, Instruction], None]
@@ -410,6 +463,7 @@ def _emit_segment(em: Emitter, number: int, emitters: dict[str, EmitFunction]) -
     for index in range(segment.start, segment.stop):
         em.ins, em.index = em.entry.instructions[index], index
         family = em.lowered.families[index]
+        em.start(family)
         if family.name == "branch":
             em.flush()
             target = em.lowered.segment_at[branch_target(em.ins, em.entry)]
@@ -424,6 +478,7 @@ def _emit_segment(em: Emitter, number: int, emitters: dict[str, EmitFunction]) -
         emitters[family.name](em, em.ins)
         if family.leaves or family.name == "trap":
             return
+        em.finish()
     em.flush()
     em.goto(number + 1)
 

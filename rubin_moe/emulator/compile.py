@@ -36,9 +36,9 @@ from rubin_moe.emulator.native.compiler import (
     runtime,
 )
 from rubin_moe.emulator.ptx import parse_ptx
-from rubin_moe.emulator.ptx.ast import Entry, Param, PtxModule, Variable
+from rubin_moe.emulator.ptx.ast import Entry, Instruction, Param, PtxModule, Variable
 from rubin_moe.emulator.state.registers import RegisterLayout
-from rubin_moe.emulator.taint import CheckedEmitter
+from rubin_moe.emulator.taint import CheckedEmitter, operand_text
 from rubin_moe.emulator.targets import missing_on
 
 #: Shared memory below this offset belongs to the system (sm_90 and later).
@@ -61,10 +61,12 @@ EMITTERS: dict[str, EmitFunction] = {
 
 @dataclass(frozen=True, slots=True)
 class SiteInfo:
-    """What a fault report says of an instruction."""
+    """What a fault report says of an instruction; operands and guard in the checked form."""
 
     opcode: str
     line: int
+    operands: tuple[str, ...] = ()
+    guard: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def compile_entry(
         reason = missing_on(ins.opcode, module.target)
         if reason:
             raise UnsupportedInstructionError(ins.opcode, ins.line, reason)
-    lowered = lower(entry, deferred)
+    lowered = lower(entry, deferred, checked)
     symbols, dynamic, align = _plan_symbols(module, entry)
     emitters = EMITTERS | dict.fromkeys(DEFERRED_FAMILIES if deferred else (), handoff.emit_unit)
     units = {name for name, emit in emitters.items() if emit is handoff.emit_unit}
@@ -171,13 +173,22 @@ def compile_entry(
         layout=lowered.layout,
         segments=_segment_counts(lowered),
         sites=sites,
-        instructions=tuple(SiteInfo(i.opcode, i.line) for i in entry.instructions),
+        instructions=tuple(_site_info(ins, checked) for ins in entry.instructions),
         max_threads=threads,
         cluster=_directive(entry, "reqnctapercluster"),
         code=code,
         deferred=deferred,
         checked=checked,
     )
+
+
+def _site_info(ins: Instruction, checked: bool) -> SiteInfo:
+    if not checked:
+        return SiteInfo(ins.opcode, ins.line)
+    guard = operand_text(ins.guard) if ins.guard is not None else ""
+    sign = "!" if ins.guard_negated else ""
+    operands = tuple(operand_text(operand) for operand in ins.operands)
+    return SiteInfo(ins.opcode, ins.line, operands, f"@{sign}{guard}")
 
 
 class Kernel:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rubin_moe.emulator import poison
 from rubin_moe.emulator.errors import EmulationError
-from rubin_moe.emulator.isa import bulk_copy
+from rubin_moe.emulator.isa import bulk_copy, shadow_ops
+from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.isa.handoff import Slots, UnitSite
 from rubin_moe.emulator.issue import (
     OFFSET,
     Binder,
     Handler,
+    argument_tainted,
+    both,
     first_slot,
     issuing_lanes,
     lanes,
@@ -25,7 +29,10 @@ from rubin_moe.emulator.issue import (
     values,
 )
 from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
+from rubin_moe.emulator.order.layout import GROUPS
+from rubin_moe.emulator.order.operations import Knowledge
 from rubin_moe.emulator.state.registers import FULL_MASK
+from rubin_moe.emulator.state.shadow import POISON
 
 # ---- bulk copies
 
@@ -52,8 +59,17 @@ def bind_bulk_tensor(site: UnitSite, context: LaunchContext) -> Handler:
             )  # fmt: skip
             statistics.bytes["TMA load"] += op.nbytes * len(op.ranks)
             statistics.smem_places.add((op.offset, op.nbytes, "TMA load"))
-            perform = partial(op.perform, cluster, context.memory)
-            complete = partial(signal, cluster, op.signals)
+            perform: Callable[[], None] = partial(op.perform, cluster, context.memory)
+            if cluster.shadow is not None:
+                move = partial(shadow_ops.load_tensor, op, cluster.shadow, context.memory)
+                perform = both(perform, move)
+            by: Sequence[Knowledge | None] = ()
+            if cluster.order is not None:
+                places = op.reads(), op.writes()
+                perform, by = cluster.order.signalling(
+                    warp, site, lane, places, op.signals, perform
+                )
+            complete = partial(signal, cluster, op.signals, by)
             submit(warp, site, ("tma", id(op)), perform, complete)
         return True
 
@@ -76,6 +92,13 @@ def bind_tensor_store(site: UnitSite, context: LaunchContext) -> Handler:
             context.statistics.bytes["TMA store"] += op.nbytes
             context.statistics.smem_places.add((op.offset, op.nbytes, "TMA store"))
             perform = partial(op.perform, warp.cta.cluster, context.memory)
+            if warp.cta.cluster.shadow is not None:
+                perform = both(
+                    partial(poison.store, shadow_ops.store_tensor, op, warp, site), perform
+                )
+            order = warp.cta.cluster.order
+            if order is not None:
+                perform = order.grouped(warp, site, lane, op, perform, int(bool(reduction)))
             submit_group(warp, site, "bulk", ("bulk", id(op)), perform)
         return True
 
@@ -106,11 +129,23 @@ def bind_bulk_copy(site: UnitSite, context: LaunchContext) -> Handler:
                 reduction=reduction, element=element,
             )  # fmt: skip
             context.statistics.bytes[kind] += op.nbytes * len(op.targets)
-            perform = partial(op.perform, cluster, context.memory)
+            perform: Callable[[], None] = partial(op.perform, cluster, context.memory)
+            if cluster.shadow is not None:
+                check = partial(poison.store, shadow_ops.copy_bulk, op, warp, site)
+                perform = both(check, perform)
+            order, atomic = cluster.order, int(bool(reduction))
             if grouped:
+                if order is not None:
+                    perform = order.grouped(warp, site, lane, op, perform, atomic)
                 submit_group(warp, site, "bulk", ("bulk", id(op)), perform)
             else:
-                complete = partial(signal, cluster, op.signals)
+                by: Sequence[Knowledge | None] = ()
+                if order is not None:
+                    places = op.reads(), op.writes()
+                    perform, by = order.signalling(
+                        warp, site, lane, places, op.signals, perform, atomic=atomic
+                    )
+                complete = partial(signal, cluster, op.signals, by)
                 submit(warp, site, ("bulk", id(op)), perform, complete)
         return True
 
@@ -124,24 +159,35 @@ def bind_group(kind: str) -> Binder:
     commit and wait.
     """
 
+    number = GROUPS.index(kind)
+
     def commit(warp: Warp, mask: int) -> bool:
         warp.groups[kind].append(warp.open_group.pop(kind, []))
+        if warp.cta.cluster.order is not None:
+            warp.cta.cluster.order.event(warp, "group_commit", number)
         return True
 
     def bind_group(site: UnitSite, context: LaunchContext) -> Handler:
         if "commit_group" in site.parts:
             return commit
+        reads = "read" in site.parts
 
         def wait(warp: Warp, mask: int) -> bool:
             allowed = values(site, warp, lanes(mask)[0])[0] if site.slots else 0
             groups = warp.groups[kind]
             older = groups[: max(len(groups) - allowed, 0)]
             pending = [op for group in older for op in group]
-            if "wait_all" in site.parts:
+            everything = "wait_all" in site.parts
+            if everything:
                 pending += warp.open_group[kind]
-            if not all(op.done for op in pending):
+            if not all(op.performed if reads else op.done for op in pending):
                 return False
-            del groups[: len(older)]
+            if not reads:
+                del groups[: len(older)]
+            order = warp.cta.cluster.order
+            if order is not None:
+                allowed = -1 & FULL_MASK if everything else allowed
+                order.event(warp, "group_wait", number, allowed, int(reads))
             return True
 
         return wait
@@ -163,6 +209,8 @@ def bind_cp_async(site: UnitSite, context: LaunchContext) -> Handler:
     def perform(cluster: Cluster, copies: list[bulk_copy.AsyncCopy]) -> None:
         for copy in copies:
             copy.perform(cluster, context.memory)
+            if cluster.shadow is not None:
+                shadow_ops.copy_async(copy, cluster.shadow, context.memory)
 
     def handler(warp: Warp, mask: int) -> bool:
         copies = []
@@ -171,7 +219,9 @@ def bind_cp_async(site: UnitSite, context: LaunchContext) -> Handler:
             size = min(v[3] & FULL_MASK, v[2]) if has_source_size else None
             copies.append(bulk_copy.decode_async_copy(v[0], v[1], v[2], size, bypass))
         context.statistics.bytes["cp.async"] += sum(copy.size for copy in copies)
-        work = partial(perform, warp.cta.cluster, copies)
+        work: Callable[[], None] = partial(perform, warp.cta.cluster, copies)
+        if warp.cta.cluster.order is not None:
+            work = warp.cta.cluster.order.copies(warp, site, copies, work)
         submit_group(warp, site, "cp.async", _cp_async_pipe(warp), work)
         return True
 
@@ -182,9 +232,9 @@ def bind_cp_async_arrive(site: UnitSite, context: LaunchContext) -> Handler:
     """Arrives when the warp's earlier copies are complete: they share one pipe."""
     noinc = "noinc" in site.parts
 
-    def announce(cluster: Cluster, addresses: list[int]) -> None:
+    def announce(cluster: Cluster, addresses: list[int], by: Knowledge | None) -> None:
         for address in addresses:
-            cluster.arrive(address >> 24, address & OFFSET, count=1)
+            cluster.arrive(address >> 24, address & OFFSET, count=1, by=by)
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
@@ -192,7 +242,8 @@ def bind_cp_async_arrive(site: UnitSite, context: LaunchContext) -> Handler:
         if not noinc:
             for address in addresses:
                 cluster.arrive(address >> 24, address & OFFSET, count=-1)
-        complete = partial(announce, cluster, addresses)
+        by = cluster.order.copied(warp) if cluster.order is not None else None
+        complete = partial(announce, cluster, addresses, by)
         submit(warp, site, _cp_async_pipe(warp), nothing, complete)
         return True
 
@@ -210,13 +261,17 @@ def bind_async_store(site: UnitSite, context: LaunchContext) -> Handler:
     dtype = np.dtype({"s": "i", "f": "u", "b": "u", "u": "u"}[kind[0]] + str(nbytes))
     reduce = site.parts[-2] if site.parts[0] == "red" else ""
 
-    def store(cluster: Cluster, address: int, data: NDArray[np.generic]) -> None:
+    def store(cluster: Cluster, address: int, data: NDArray[np.generic], tainted: bool) -> None:
         rank, offset = address >> 24, address & OFFSET
         size, rule = data.nbytes, "memory: out of bounds"
         if rank >= cluster.size or offset + size > cluster.arena.limit or offset % size:
             raise EmulationError("trap", f"line {site.line}: {site.opcode} to {address:#x}", rule)
         cells = cluster.smem(rank)[offset : offset + size].view(dtype)
         cells[:] = _reduced(cells, data, reduce)
+        if cluster.shadow is not None:
+            marks = cluster.shadow.smem(rank)[offset : offset + size]
+            if tainted or not reduce:
+                marks[:] = POISON if tainted else 0
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
@@ -224,8 +279,17 @@ def bind_async_store(site: UnitSite, context: LaunchContext) -> Handler:
             v = values(site, warp, lane)
             data = np.array(v[1 : 1 + count], np.uint64).astype(f"u{nbytes}").view(dtype)
             signals = ((v[barrier] >> 24, v[barrier] & OFFSET, data.nbytes),)
-            perform = partial(store, cluster, v[0], data)
-            complete = partial(signal, cluster, signals)
+            tainted = cluster.shadow is not None and argument_tainted(warp, 1, count, lane)
+            perform: Callable[[], None] = partial(store, cluster, v[0], data, tainted)
+            by: Sequence[Knowledge | None] = ()
+            if cluster.order is not None:
+                start = v[0] & OFFSET
+                place = np.array([[start, start + data.nbytes]], np.int64)
+                places = (), (Footprint("smem", v[0] >> 24, place),)
+                perform, by = cluster.order.signalling(
+                    warp, site, lane, places, signals, perform, 0, int(bool(reduce))
+                )
+            complete = partial(signal, cluster, signals, by)
             submit(warp, site, ("st", id(data)), perform, complete)
         return True
 

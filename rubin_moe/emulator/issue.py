@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 from rubin_moe.emulator.async_ops import AsyncOperation
 from rubin_moe.emulator.isa.handoff import Rows, Slots, UnitSite
 from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
-from rubin_moe.emulator.state.registers import LANES
+from rubin_moe.emulator.order.operations import Knowledge
+from rubin_moe.emulator.state.registers import FIELDS, HEADER_ROWS, LANES
 
 #: Performs one instruction for the lanes of a mask; False: the warp must wait and try again.
 Handler = Callable[[Warp, int], bool]
@@ -70,9 +72,14 @@ def first_slot(site: UnitSite, position: int) -> int:
     return plan.first
 
 
-def signal(cluster: Cluster, signals: tuple[tuple[int, int, int], ...]) -> None:
-    for rank, offset, nbytes in signals:
-        cluster.arrive(rank, offset, tx=-nbytes)
+def signal(
+    cluster: Cluster,
+    signals: tuple[tuple[int, int, int], ...],
+    by: Sequence[Knowledge | None] = (),
+) -> None:
+    """Count copied bytes at mbarriers; ``by`` is what each copy hands on."""
+    for (rank, offset, nbytes), knowledge in zip_longest(signals, by):
+        cluster.arrive(rank, offset, tx=-nbytes, by=knowledge)
 
 
 def submit(
@@ -93,6 +100,40 @@ def submit(
     )
     policy.submit(operation)
     return operation
+
+
+def both(first: Callable[[], None], second: Callable[[], object]) -> Callable[[], None]:
+    """One after the other: an operation, and what it does to poison."""
+
+    def perform() -> None:
+        first()
+        second()
+
+    return perform
+
+
+def taints(site: UnitSite, warp: Warp, position: int) -> NDArray[np.uint32]:
+    """Taints of a register vector operand (a copy), uint32 [registers]; zeros for other values."""
+    plan = site.operands[position]
+    if not isinstance(plan, Rows):
+        return np.zeros(plan.count, np.uint32)
+    return warp.state.taints[[row - HEADER_ROWS for row in plan.rows]]
+
+
+def argument_tainted(warp: Warp, first: int, count: int, lane: int) -> bool:
+    """Whether one of some argument rows that hold data is not defined in a lane."""
+    start = FIELDS["arg_taints"] // 4 + first
+    return bool((warp.state.u32[start : start + count] >> np.uint32(lane) & 1).any())
+
+
+def write_taints(site: UnitSite, warp: Warp, position: int, masks: NDArray[np.uint32]) -> None:
+    """Set the taints of a register vector; one that is not zero names the site as its origin."""
+    plan = site.operands[position]
+    assert isinstance(plan, Rows)
+    warp.state.taints[[row - HEADER_ROWS for row in plan.rows]] = masks
+    if masks.any():
+        warp.state.set("poison_site", site.index)
+        warp.state.set_wide("poison_address", 0)
 
 
 def nothing() -> None:

@@ -24,10 +24,11 @@ from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.findings import Findings, Mode
 from rubin_moe.emulator.machine import Geometry, LaunchContext
 from rubin_moe.emulator.native.compiler import runtime
+from rubin_moe.emulator.order.model import LaunchOrder
 from rubin_moe.emulator.ptx.ast import Param
 from rubin_moe.emulator.report import Report, Statistics, summarise
 from rubin_moe.emulator.scheduler import Scheduler
-from rubin_moe.emulator.state.memory import GlobalMemory
+from rubin_moe.emulator.state.memory import GlobalMemory, address_range
 from rubin_moe.emulator.worker import Limits
 
 #: Shared memory that one block may use, in bytes, and SMs that are taken as resident at once.
@@ -79,6 +80,16 @@ class Device:
         """Make raw host memory accessible; ``owner`` is kept alive."""
         self.memory.register_range(address, nbytes, owner)
 
+    def mark_undefined(self, buffer: Any) -> None:
+        """Say that nothing wrote a registered buffer (``torch.empty``): checked launches refuse to
+        use what they read there before a kernel wrote it. Host writes are not seen: say
+        `mark_defined` after them. Raises MemoryFaultError for memory that is not registered."""
+        self.memory.mark(*address_range(buffer), undefined=True)
+
+    def mark_defined(self, buffer: Any) -> None:
+        """The opposite of `mark_undefined`."""
+        self.memory.mark(*address_range(buffer), undefined=False)
+
     def launch(
         self,
         kernel: Module | Kernel,
@@ -121,6 +132,11 @@ class Device:
             raise LaunchError(f"rules={rules!r}: 'enforce', 'report' or None")
         findings = Findings(rules) if rules else None
         parameters = self._parameter_block(entry, params)
+        order = (
+            LaunchOrder(geometry, self.memory, runtime().order, rules == "enforce")
+            if findings
+            else None
+        )
         contexts = [
             LaunchContext(
                 arch=self.arch,
@@ -131,13 +147,16 @@ class Device:
                 num_sms=self.num_sms,
                 runtime=runtime(),
                 findings=findings,
+                order=order,
             )
-            for _ in range(self._threads(geometry, policy, workers))
+            for _ in range(1 if order else self._threads(geometry, policy, workers))
         ]
         start = time.perf_counter()
         Scheduler(entry, geometry, contexts, limits or Limits()).run()
         while policy.advance():
             pass
+        if order is not None:
+            order.drain()
         seconds = time.perf_counter() - start
         statistics = contexts[0].statistics
         for context in contexts[1:]:

@@ -58,6 +58,7 @@ class Lowered:
     joins: set[int]  # segments that a branch targets
     loop_heads: set[int]  # segments that a backward branch targets
     layout: RegisterLayout
+    unwritten: frozenset[str]  # registers that may be read before they are written
 
 
 def registers_in(operand: Operand | None, entry: Entry) -> list[str]:
@@ -87,6 +88,18 @@ def defs_and_uses(ins: Instruction, family: Family, entry: Entry) -> tuple[list[
     if ins.guard is not None:
         uses.append(ins.guard.name)
     return defs, uses
+
+
+def loads_by_register(lowered: Lowered) -> dict[str, tuple[int, ...]]:
+    """Numbers of the tcgen05.ld that write each register; they are counted in program order."""
+    found: dict[str, list[int]] = {}
+    loads = 0
+    for ins, family in zip(lowered.entry.instructions, lowered.families, strict=True):
+        if family.name == "tmem_load":
+            for name in defs_and_uses(ins, family, lowered.entry)[0]:
+                found.setdefault(name, []).append(loads)
+            loads += 1
+    return {name: tuple(numbers) for name, numbers in found.items()}
 
 
 def check_forms(entry: Entry) -> list[Family]:
@@ -161,8 +174,8 @@ class _Liveness:
             return []
         return after
 
-    def solve(self) -> list[int]:
-        """Live-out mask of each segment."""
+    def solve(self) -> tuple[list[int], int]:
+        """Live-out mask of each segment, live-in mask of the first."""
         live_in = [0] * len(self.uses)
         live_out = [0] * len(self.uses)
         changed = True
@@ -176,7 +189,7 @@ class _Liveness:
                 into = self.uses[i] | (out & ~self.defs[i])
                 if into != live_in[i]:
                     live_in[i], changed = into, True
-        return live_out
+        return live_out, live_in[0] if live_in else 0
 
     def expand(self, mask: int) -> frozenset[str]:
         """Names of a mask."""
@@ -200,7 +213,7 @@ def _unit_registers(entry: Entry, families: list[Family]) -> set[str]:
     return names
 
 
-def lower(entry: Entry, deferred: bool = False) -> Lowered:
+def lower(entry: Entry, deferred: bool = False, checked: bool = False) -> Lowered:
     """Check, cut and lay out an entry. Raises UnsupportedInstructionError by name and line."""
     families = check_forms(entry)
     if deferred:
@@ -210,7 +223,8 @@ def lower(entry: Entry, deferred: bool = False) -> Lowered:
         ]
     spans, targets = _cut(entry, families)
     liveness = _Liveness(entry, families, spans)
-    live_out = [liveness.expand(mask) for mask in liveness.solve()]
+    after, at_entry = liveness.solve()
+    live_out = [liveness.expand(mask) for mask in after]
     resident = set().union(*live_out, _unit_registers(entry, families)) if live_out else set()
     vectors = {
         name: TYPE_BITS[kind]
@@ -227,5 +241,6 @@ def lower(entry: Entry, deferred: bool = False) -> Lowered:
         if family.name == "branch" and branch_target(ins, entry) <= index
     }
     joins = {segment_at[target] for target in targets}
-    layout = RegisterLayout.of(vectors, predicates)
-    return Lowered(entry, families, segments, segment_at, joins, loop_heads, layout)
+    layout = RegisterLayout.of(vectors, predicates, checked)
+    unwritten = liveness.expand(at_entry)
+    return Lowered(entry, families, segments, segment_at, joins, loop_heads, layout, unwritten)

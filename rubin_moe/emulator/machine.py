@@ -24,12 +24,22 @@ from rubin_moe.emulator.native.blocks import (
     CTA_LIVE,
     FAULT_RULES,
     FAULTS,
+    POISON_LOG,
 )
 from rubin_moe.emulator.native.compiler import Runtime
+from rubin_moe.emulator.order.model import LaunchOrder
+from rubin_moe.emulator.order.operations import Knowledge, Operations
 from rubin_moe.emulator.report import Statistics
 from rubin_moe.emulator.state import mbarrier
-from rubin_moe.emulator.state.memory import RANK_SHIFT, GlobalMemory, SharedArena
-from rubin_moe.emulator.state.registers import FIELDS, LANES, SPECIALS, WarpState
+from rubin_moe.emulator.state.memory import (
+    RANK_SHIFT,
+    GlobalMemory,
+    SharedArena,
+    aligned_like,
+    distance,
+)
+from rubin_moe.emulator.state.registers import FIELDS, FULL_MASK, LANES, SPECIALS, WarpState
+from rubin_moe.emulator.state.shadow import POISON, ClusterShadow
 from rubin_moe.emulator.state.tmem import CAPACITY, TensorMemory
 
 
@@ -133,6 +143,9 @@ class Cta:
     warps: list[Warp] = field(default_factory=list)
     #: operations whose tensor-memory columns lay inside the allocations of now
     columns_checked: dict[int, object] = field(default_factory=dict)
+    #: in a checked launch: shadow of local memory, and its distance
+    local_shadow: NDArray[np.uint8] | None = None
+    local_poison: int = 0
 
 
 class Cluster:
@@ -151,6 +164,7 @@ class Cluster:
         self.rendezvous: dict[tuple[int, ...], list[Warp]] = {}
         limit = kernel.compiled.static_smem + geometry.dynamic_smem
         self.arena = SharedArena(self.size, limit)
+        self.shadow: ClusterShadow | None = None
         self.block = np.zeros(CLUSTER_BYTES // 4, np.uint32)
         self._counters = self.block.view(np.uint64)
         self._update_mbarrier = partial(
@@ -160,12 +174,28 @@ class Cluster:
         self._set("size", self.size)
         self._set("smem_limit", limit)
         self._set("tmem_columns", CAPACITY.get(context.arch, 0))
+        if kernel.compiled.checked:
+            self._check(limit)
         self.refresh_ranges()
         self.ctas = [self._cta(rank, origin) for rank in range(self.size)]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
+        self.order: Operations | None = None
+        if context.order is not None:
+            self.order = Operations(context.order, self)
+            self._counters[CLUSTER["order"] // 8] = self.order.address
 
     def _set(self, field_name: str, value: int) -> None:
         self.block[CLUSTER[field_name] // 4] = value
+
+    def _check(self, limit: int) -> None:
+        """What a kernel in the checked form needs."""
+        context = self.context
+        self.shadow = ClusterShadow(self.size, limit, context.arch in CAPACITY)
+        self.poison_log = np.zeros((POISON_LOG["entries"] + 1) * POISON_LOG["bytes"], np.uint8)
+        self._counters[CLUSTER["poison_log"] // 8] = self.poison_log.ctypes.data
+        self._counters[CLUSTER["smem_bytes"] // 8] = self.arena.bytes.size
+        self._set("poison_ranges", len(context.memory.shadows))
+        self._set("enforce", context.findings is not None and context.findings.mode == "enforce")
 
     def counter(self, name: str) -> int:
         """Native code's counter of this cluster: ``effects`` or ``cp_async_bytes``."""
@@ -184,6 +214,7 @@ class Cluster:
             (self.context.params.ctypes.data, self.context.params.size),
             (self.arena.address, self.arena.bytes.size),
         ]
+        # shared memory is told from global memory by its address, before this table is asked
         extra = np.array([(low, low + size, 0, 0) for low, size in own], np.uint64)
         self._table = np.concatenate([self.context.memory.table, extra])
         self._set("range_count", len(self._table))
@@ -201,6 +232,10 @@ class Cluster:
         lane_bytes = self.kernel.compiled.local_bytes
         local = np.zeros(max(lane_bytes * LANES * self.geometry.warps, 16) + 64, np.uint8)
         cta = Cta(rank, coordinates, self, block, tmem, local)  # type: ignore[arg-type]
+        if self.shadow is not None:
+            cta.local_shadow = aligned_like(local)
+            cta.local_shadow.fill(POISON)
+            cta.local_poison = distance(cta.local_shadow.ctypes.data, local.ctypes.data)
         specials = self._specials(cta, inside)
         cta.warps = [self._warp(cta, index, specials) for index in range(self.geometry.warps)]
         return cta
@@ -213,6 +248,11 @@ class Cluster:
         state.set_wide("cluster", self.block.ctypes.data)
         state.set_wide("cta", cta.block.ctypes.data)
         state.set_wide("counts", self.context.statistics.counter_address(index))
+        if self.shadow is not None:
+            away = distance(self.shadow.arena.address, self.arena.address)
+            state.set_wide("smem_poison", away)
+            state.set_wide("local_poison", cta.local_poison)
+            state.set("poison_site", FULL_MASK)
         lane_bytes = compiled.local_bytes
         local = -(-cta.local.ctypes.data // 64) * 64 + index * LANES * lane_bytes
         state.set_wide("local", local)
@@ -268,8 +308,11 @@ class Cluster:
         assert tmem is not None
         return tmem.cells
 
-    def arrive(self, rank: int, offset: int, count: int = 0, tx: int = 0) -> None:
-        """Arrive at the mbarrier at ``offset`` of a CTA, or change its transaction count.
+    def arrive(
+        self, rank: int, offset: int, count: int = 0, tx: int = 0, by: Knowledge | None = None
+    ) -> None:
+        """Arrive at the mbarrier at ``offset`` of a CTA, or change its transaction count; ``by``
+        is what the operation that arrives hands on.
 
         Raises EmulationError (trap) when the word is no mbarrier or a count leaves its range.
         """
@@ -279,7 +322,8 @@ class Cluster:
             )
         self.context.statistics.smem_places.add((offset, 8, "mbarrier"))
         address = self.arena.address + (rank << RANK_SHIFT) + offset
-        old = self._update_mbarrier(address, count, tx, 0)
+        update = partial(self._update_mbarrier, address, count, tx, 0)
+        old = update() if self.order is None else self.order.arrival(update, address, by)
         if 0 <= old < 64:
             raise EmulationError(
                 "trap", f"mbarrier at {offset:#x} of CTA {rank}: {FAULTS[old]}", FAULT_RULES[old]
@@ -295,6 +339,8 @@ class Cluster:
                 "memory: out of bounds",
             )
         self.smem(rank)[offset : offset + 4].view(np.uint32)[0] = value
+        if self.shadow is not None:
+            self.shadow.smem(rank)[offset : offset + 4] = 0
 
     def require_columns(
         self, operation: object, cta: Cta, footprints: Callable[[], list[Footprint]]
@@ -340,6 +386,7 @@ class LaunchContext:
     policy: Policy
     num_sms: int
     runtime: Runtime
+    order: LaunchOrder | None = None
     #: where a checked launch records violations, shared by its workers; None: unchecked
     findings: Findings | None = None
     _maps: dict[int, bytes] = field(default_factory=dict)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from rubin_moe.emulator.errors import EmulationError
-from rubin_moe.emulator.isa import mma_sync, tcgen05_data, tcgen05_mma, wgmma
-from rubin_moe.emulator.isa.footprint import Footprint
+from rubin_moe.emulator.isa import mma_sync, shadow_ops, tcgen05_data, tcgen05_mma, wgmma
+from rubin_moe.emulator.isa.footprint import Footprint, rectangle
 from rubin_moe.emulator.isa.handoff import Rows, Slots, UnitSite
 from rubin_moe.emulator.issue import (
     OFFSET,
     Handler,
+    both,
     first_slot,
     issuing_lanes,
     lanes,
     nothing,
     submit,
     submit_group,
+    taints,
     values,
     vector,
+    write_taints,
     write_vector,
 )
 from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
+from rubin_moe.emulator.order.operations import Knowledge
 from rubin_moe.emulator.state.registers import FULL_MASK, Status
 
 _SF_VECTOR = {"block16": 16, "block32": 32, "scale_vec::1X": 32, "scale_vec::2X": 32,
@@ -53,10 +58,22 @@ def bind_tmem_alloc(site: UnitSite, context: LaunchContext) -> Handler:
             if address is None:
                 return False
             cta.cluster.store_word(v[0], address)
+            if cta.cluster.order is not None:
+                place = np.array([[v[0] & OFFSET, (v[0] & OFFSET) + 4]], np.int64)
+                cta.cluster.order.warp_writes(
+                    warp, site, [Footprint("smem", v[0] >> 24 & 0xFF, place)]
+                )
+            if cta.cluster.shadow is not None:
+                cta.cluster.shadow.poison_columns(cta.rank, address, v[1])
             statistics = context.statistics
             statistics.peak_tmem_columns = max(statistics.peak_tmem_columns, tmem.peak)
         elif what == "dealloc":
             tmem.free(v[0], v[1])
+            if cta.cluster.order is not None:
+                place = rectangle(0, 128, v[0] & 0xFFFF, v[1])
+                cta.cluster.order.warp_writes(warp, site, [Footprint("tmem", cta.rank, place)])
+            if cta.cluster.shadow is not None:
+                cta.cluster.shadow.poison_columns(cta.rank, v[0], v[1])
         else:
             tmem.relinquish()
         return True
@@ -69,6 +86,13 @@ def bind_tmem_load(site: UnitSite, context: LaunchContext) -> Handler:
     packed = "pack::16b" in site.parts
     split = first_slot(site, 2) if len(site.operands) > 2 else None
 
+    def fetch(warp: Warp, op: tcgen05_data.WarpAccess) -> None:
+        cluster = warp.cta.cluster
+        write_vector(site, warp, 0, op.load(cluster.tmem(warp.rank)))
+        if cluster.shadow is not None:
+            masks = shadow_ops.load_registers(op, cluster.shadow.tmem(warp.rank))
+            write_taints(site, warp, 0, masks)
+
     def handler(warp: Warp, mask: int) -> bool:
         v = values(site, warp, lanes(mask)[0])
         half = v[split] if split is not None else 0
@@ -76,7 +100,10 @@ def bind_tmem_load(site: UnitSite, context: LaunchContext) -> Handler:
         op = tcgen05_data.decode_access(context.arch, shape, num, address, warp.index, packed, half)
         cluster = warp.cta.cluster
         cluster.require_columns(op, warp.cta, lambda: [op.footprint(warp.rank)])
-        write_vector(site, warp, 0, op.load(cluster.tmem(warp.rank)))
+        perform: Callable[[], None] = partial(fetch, warp, op)
+        if cluster.order is not None:
+            perform = cluster.order.tensor_access(warp, site, op, False, perform)
+        perform()
         return True
 
     return handler
@@ -105,7 +132,12 @@ def bind_tmem_store(site: UnitSite, context: LaunchContext) -> Handler:
         held = vector(site, warp, data)
         if context.policy.deferred:
             held = held.copy()  # read at issue
-        work = partial(op.store, cluster.tmem(warp.rank), held)
+        work: Callable[[], None] = partial(op.store, cluster.tmem(warp.rank), held)
+        if cluster.shadow is not None:
+            cells, masks = cluster.shadow.tmem(warp.rank), taints(site, warp, data)
+            work = both(work, partial(shadow_ops.store_registers, op, cells, masks))
+        if cluster.order is not None:
+            work = cluster.order.tensor_access(warp, site, op, True, work)
         submit_group(warp, site, "wait::st", ("wait::st", id(warp)), work)
         return True
 
@@ -120,6 +152,8 @@ def bind_tmem_wait(site: UnitSite, context: LaunchContext) -> Handler:
         if not all(op.done for op in warp.open_group[kind]):
             return False
         warp.open_group[kind].clear()
+        if warp.cta.cluster.order is not None:
+            warp.cta.cluster.order.event(warp, "tensor_wait", int(kind == "wait::st"))
         return True
 
     return handler
@@ -155,7 +189,11 @@ def bind_tmem_copy(site: UnitSite, context: LaunchContext) -> Handler:
                 columns = 4 * op.table.offsets.shape[1]
                 context.statistics.tmem_places.add((op.column, columns, "tcgen05.cp"))
             context.statistics.bytes["UTCCP"] += op.nbytes * len(op.ranks)
-            perform = partial(tcgen05_data.perform, op, cluster)
+            perform: Callable[[], None] = partial(tcgen05_data.perform, op, cluster)
+            if cluster.shadow is not None:
+                perform = both(perform, partial(tcgen05_data.perform, op, cluster.shadow))
+            if cluster.order is not None:
+                perform = cluster.order.tensor(warp, site, lane, op, perform)
             submit(warp, site, _tcgen05_pipe(warp, group), perform, nothing)
         return True
 
@@ -166,9 +204,9 @@ def bind_tmem_commit(site: UnitSite, context: LaunchContext) -> Handler:
     multicast = "multicast::cluster" in site.parts
     group = _cta_group(site)
 
-    def announce(cluster: Cluster, address: int, targets: list[int]) -> None:
+    def announce(cluster: Cluster, address: int, targets: list[int], by: Knowledge | None) -> None:
         for rank in targets:
-            cluster.arrive(rank, address & OFFSET, count=1)
+            cluster.arrive(rank, address & OFFSET, count=1, by=by)
 
     def handler(warp: Warp, mask: int) -> bool:
         cluster = warp.cta.cluster
@@ -178,7 +216,8 @@ def bind_tmem_commit(site: UnitSite, context: LaunchContext) -> Handler:
             targets = [address >> 24]
             if multicast:
                 targets = [r for r in range(16) if v[1] >> r & 1]
-            complete = partial(announce, cluster, address, targets)
+            by = cluster.order.committed(warp) if cluster.order is not None else None
+            complete = partial(announce, cluster, address, targets, by)
             submit(warp, site, _tcgen05_pipe(warp, group), nothing, complete)
         return True
 
@@ -228,7 +267,11 @@ def bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
             statistics.mma_count += 1
             statistics.mma_macs += op.macs
             statistics.mma_forms[op.idesc.text] += 1
-            perform = partial(tcgen05_mma.perform, op, cluster)
+            perform: Callable[[], None] = partial(tcgen05_mma.perform, op, cluster)
+            if cluster.shadow is not None:
+                perform = both(perform, partial(shadow_ops.multiply, op, cluster.shadow))
+            if cluster.order is not None:
+                perform = cluster.order.tensor(warp, site, lane, op, perform)
             submit(warp, site, _tcgen05_pipe(warp, group), perform, nothing)
         return True
 
@@ -246,6 +289,10 @@ def bind_mma_sync(site: UnitSite, context: LaunchContext) -> Handler:
 
     def handler(warp: Warp, mask: int) -> bool:
         a_, b_, c_ = (vector(site, warp, i) for i in (1, 2, 3))
+        if warp.cta.cluster.shadow is not None:
+            a, b, c = (taints(site, warp, i) for i in (1, 2, 3))
+            registers = len(vector(site, warp, 0))
+            write_taints(site, warp, 0, shadow_ops.multiply_registers(op, a, b, c, registers))
         write_vector(site, warp, 0, op.multiply(a_, b_, c_))
         context.statistics.mma_count += 1
         context.statistics.mma_macs += op.macs
@@ -277,7 +324,14 @@ def bind_wgmma(site: UnitSite, context: LaunchContext) -> Handler:
     def perform(op: wgmma.Wgmma, group: list[Warp]) -> None:
         held = np.stack([vector(site, w, 0) for w in group])
         left = np.stack([vector(site, w, 1) for w in group]) if from_registers else None
-        smem = group[0].cta.cluster.smem(group[0].rank)
+        cluster = group[0].cta.cluster
+        if cluster.shadow is not None:
+            d = np.stack([taints(site, w, 0) for w in group])
+            a = np.stack([taints(site, w, 1) for w in group]) if from_registers else None
+            masks = shadow_ops.multiply_warpgroup(op, cluster.shadow.smem(group[0].rank), d, a)
+            for w, own in zip(group, masks, strict=True):
+                write_taints(site, w, 0, own)
+        smem = cluster.smem(group[0].rank)
         for w, part in zip(group, wgmma.multiply(op, smem, held, left), strict=True):
             write_vector(site, w, 0, part)
 
@@ -292,7 +346,10 @@ def bind_wgmma(site: UnitSite, context: LaunchContext) -> Handler:
         waiting.sort(key=lambda w: w.index)
         op = decode(values(site, warp, lanes(mask)[0]))
         pipe = ("wgmma", id(cta), warp.index // 4)
-        submit_group(warp, site, "wgmma", pipe, partial(perform, op, waiting), waiting)
+        work: Callable[[], None] = partial(perform, op, waiting)
+        if cta.cluster.order is not None:
+            work = cta.cluster.order.warpgroup(waiting, site, op, work)
+        submit_group(warp, site, "wgmma", pipe, work, waiting)
         for member in waiting:
             member.state.set("status", Status.READY)
         context.statistics.mma_count += 1

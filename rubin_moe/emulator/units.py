@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from rubin_moe.emulator import copies, tensor_core
 from rubin_moe.emulator.isa.handoff import UnitSite
-from rubin_moe.emulator.issue import Binder, Handler
+from rubin_moe.emulator.issue import OFFSET, Binder, Handler, lanes, values
 from rubin_moe.emulator.machine import LaunchContext, Warp
+
+#: Shared memory from here on may lose the cache hint of cp.async.cg on sm_107a.
+_HIGH = 248 << 10
 
 
 def _bind_done(site: UnitSite, context: LaunchContext) -> Handler:
@@ -44,11 +47,8 @@ _BINDERS: dict[str, Binder] = {
 }
 
 
-def bind(site: UnitSite, context: LaunchContext) -> Handler:
-    """The handler of one instruction for one launch."""
-    handler = _BINDERS[site.family](site, context)
-    if context.findings is None or not site.faults:
-        return handler
+def _with_faults(site: UnitSite, handler: Handler) -> Handler:
+    """Records what is wrong with the instruction where it stands, each time it executes."""
 
     def faulty(warp: Warp, mask: int) -> bool:
         for rule, reason in site.faults:
@@ -56,3 +56,30 @@ def bind(site: UnitSite, context: LaunchContext) -> Handler:
         return handler(warp, mask)
 
     return faulty
+
+
+def _with_high_destinations(site: UnitSite, handler: Handler) -> Handler:
+    """Warns of cp.async.cg destinations from `_HIGH` on."""
+
+    def warning(warp: Warp, mask: int) -> bool:
+        for lane in lanes(mask):
+            offset = values(site, warp, lane)[0] & OFFSET
+            if offset >= _HIGH:
+                reason = f"the destination {offset:#x} is not below {_HIGH:#x}"
+                warp.found("cp.async: high destination", reason, site.line, site.opcode, lane)
+                break
+        return handler(warp, mask)
+
+    return warning
+
+
+def bind(site: UnitSite, context: LaunchContext) -> Handler:
+    """The handler of one instruction for one launch."""
+    handler = _BINDERS[site.family](site, context)
+    if context.findings is None:
+        return handler
+    if site.faults:
+        handler = _with_faults(site, handler)
+    if context.arch == "sm_107a" and site.family == "cp_async" and "cg" in site.parts:
+        handler = _with_high_destinations(site, handler)
+    return handler

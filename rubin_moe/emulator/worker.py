@@ -11,11 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rubin_moe.emulator import poison
 from rubin_moe.emulator.compile import Kernel
 from rubin_moe.emulator.errors import EmulationError, EmulatorError
 from rubin_moe.emulator.issue import Handler
 from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
-from rubin_moe.emulator.native.blocks import DONE, FAULT_RULES, FAULTS, IDLE, QUEUE, SLICED
+from rubin_moe.emulator.native.blocks import (
+    DONE,
+    FAULT_RULES,
+    FAULTS,
+    IDLE,
+    ORDER,
+    POISON_FAULTS,
+    QUEUE,
+    SLICED,
+)
+from rubin_moe.emulator.order import sentences
 from rubin_moe.emulator.state.memory import RANK_SHIFT
 from rubin_moe.emulator.state.registers import Outcome, Status
 from rubin_moe.emulator.units import bind
@@ -127,7 +138,10 @@ class Worker:
             cluster.move_to(self.context)
         turn.moved = False
         before = cluster.counter("effects")
-        done = self._run(turn)
+        try:
+            done = self._run(turn)
+        finally:
+            poison.drain(cluster)
         turn.moved |= cluster.counter("effects") != before
         return done
 
@@ -226,6 +240,10 @@ class Worker:
     def _trap(self, warp: Warp) -> None:
         state = warp.state
         code = state.get("trap_code")
+        if code in POISON_FAULTS:
+            poison.trap(warp, code)
+        if code == ORDER and warp.cta.cluster.order is not None:
+            sentences.stop(warp.cta.cluster.order, warp)
         place = place_of(self.kernel, warp, state.get("site"))
         raise EmulationError(
             "trap",

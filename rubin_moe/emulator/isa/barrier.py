@@ -17,14 +17,15 @@ def emit_barrier(em: Emitter, ins: Instruction) -> None:
     """bar / barrier .sync and .arrive, with or without a thread count."""
     em.rendezvous(None)
     mask = em.exec_mask()
+    em.require_operands(ins.operands, mask)
     index = em.uniform(ins.operands[0], 32, mask)
     has_count = len(ins.operands) > 1
     expected = em.uniform(ins.operands[1], 32, mask) if has_count else em.b.const(ALL_THREADS, I32)
     em.flush()
     following = em.number + 1
     skip = em.skip_unless_executed(mask, following)
-    threads = em.b.const(LANES, I32)
-    done = em.b.call("emu.barrier_arrive", I32, em.S, index, expected, threads)
+    threads, waits = em.b.const(LANES, I32), em.b.const(int("sync" in ins.parts), I32)
+    done = em.b.call("emu.barrier_arrive", I32, em.S, index, expected, threads, waits)
     em.trap_if_recorded()
     if "sync" in ins.parts:
         go_on, wait = em.b.fresh("passed"), em.b.fresh("wait")
@@ -43,7 +44,8 @@ def emit_cluster_arrive(em: Emitter, ins: Instruction) -> None:
     run, after = em.b.fresh("arrive"), em.b.fresh("arrived")
     em.b.cond_br(em.exec_mask().ne(0), run, after)
     em.b.label(run)
-    em.b.call("emu.cluster_arrive", None, em.S)
+    relaxed = em.b.const(int("relaxed" in ins.parts), I32)
+    em.b.call("emu.cluster_arrive", None, em.S, relaxed)
     em.b.br(after)
     em.b.label(after)
 
@@ -62,6 +64,7 @@ def emit_cluster_wait(em: Emitter, ins: Instruction) -> None:
     em.set_field("status", Status.CLUSTER)
     em.leave(Outcome.WAIT, following)
     em.b.label(go_on)
+    em.ordered("cluster_wait")
     em.goto(following)
     em.end_skip(skip, following)
 

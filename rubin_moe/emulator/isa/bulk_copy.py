@@ -111,7 +111,7 @@ class TensorStore:
         """Write (or reduce) the part of the box inside the tensor."""
         smem = cluster.smem(self.rank)
         _check_shared(smem, self.offset, self.extent)
-        clip = _clip(self.map, self.coordinates, self.rows)
+        clip = clip_box(self.map, self.coordinates, self.rows)
         if clip is None:
             return
         t = self.map
@@ -362,7 +362,7 @@ def decode_async_copy(
 
 
 @dataclass(frozen=True)
-class _Clip:
+class Clip:
     """The part of a box inside its tensor, in bytes of global memory.
 
     Row r is at ``address + offsets[r] + first .. + last`` where ``valid[r]``.
@@ -376,9 +376,10 @@ class _Clip:
     last: int
 
 
-def _clip(t: TensorMap, place: tuple[int, ...], rows: tuple[int, ...]) -> _Clip | None:
+def clip_box(t: TensorMap, place: tuple[int, ...], rows: tuple[int, ...]) -> Clip | None:
+    """The part of a box (of rows, for gather4 and scatter4) inside the tensor, None if empty."""
     if not rows and t.inside(place):
-        return _Clip(t.offset(place), t.span, t.row_offsets, t.every_row, 0, t.inner_source)
+        return Clip(t.offset(place), t.span, t.row_offsets, t.every_row, 0, t.inner_source)
     if rows:
         relative = np.array(rows, np.int64) * t.strides[0]
         inside = np.array([0 <= r < t.dims[1] for r in rows], np.bool_)
@@ -394,7 +395,7 @@ def _clip(t: TensorMap, place: tuple[int, ...], rows: tuple[int, ...]) -> _Clip 
     start = t.base + place[0] * bits // 8
     low = int(relative[inside].min()) + first
     high = int(relative[inside].max()) + last
-    return _Clip(start + low, high - low, relative - low, inside, first, last)
+    return Clip(start + low, high - low, relative - low, inside, first, last)
 
 
 def _load(
@@ -410,10 +411,10 @@ def _load(
         source = memory.view(t.offset(place), t.span)
         kernels.load_rows(source, t.row_offsets, smem, offset, *layout)
         return
-    clip = _clip(t, place, rows)
+    clip = clip_box(t, place, rows)
     if clip is None:
         count = len(rows) or t.rows
-        clip = _Clip(0, 1, np.zeros(count, np.int64), np.zeros(count, np.bool_), 0, 0)
+        clip = Clip(0, 1, np.zeros(count, np.int64), np.zeros(count, np.bool_), 0, 0)
         source = np.zeros(1, np.uint8)
     else:
         source = memory.view(clip.address, clip.span)
@@ -435,7 +436,7 @@ def _global_ranges(
 ) -> NDArray[np.int64]:
     if not rows and t.inside(place):
         return t.box_ranges + t.offset(place)
-    clip = _clip(t, place, rows)
+    clip = clip_box(t, place, rows)
     if clip is None:
         return np.zeros((0, 2), np.int64)
     starts = clip.address + clip.offsets[clip.valid] + clip.first

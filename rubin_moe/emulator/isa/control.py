@@ -2,7 +2,7 @@
 
 One thread runs all warps of a cluster and asynchronous work completes when the policy says so:
 a fence orders accesses towards clusters on other threads alone, and those of proxies and barriers,
-which end at the cluster, order nothing. Prefetches, cache policies and register budgets have no
+which end at the cluster, order nothing (but the race detector asks for all of them). Prefetches, cache policies and register budgets have no
 functional effect.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.native.blocks import TRAP_INSTRUCTION
 from rubin_moe.emulator.native.ir import V64
+from rubin_moe.emulator.order.layout import FENCE_INIT, FENCE_MEMORY, FENCE_PROXY
 from rubin_moe.emulator.ptx.ast import Instruction
 from rubin_moe.emulator.state.registers import Outcome
 
@@ -21,6 +22,11 @@ def emit_hint(em: Emitter, ins: Instruction) -> None:
     """Nothing, except for fences of memory and a zero cache policy in a register."""
     if ins.parts[0] == "membar" or (ins.parts[0] == "fence" and ins.parts[1] in _ORDERS):
         em.b.fence("seq_cst")
+        em.ordered("fence", FENCE_MEMORY)
+    elif ins.parts[:3] == ("fence", "proxy", "async"):
+        em.ordered("fence", FENCE_PROXY)
+    elif ins.parts[:2] == ("fence", "mbarrier_init"):
+        em.ordered("fence", FENCE_INIT)
     if ins.parts[0] == "createpolicy":
         em.write(ins.operands[0], em.b.const(0, V64))
 

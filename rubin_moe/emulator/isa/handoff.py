@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.forms import Family
+from rubin_moe.emulator.isa.memory import order_group
 from rubin_moe.emulator.isa.register_fence import missing_fences
 from rubin_moe.emulator.lower import Lowered
 from rubin_moe.emulator.native.ir import V64, Val
@@ -129,20 +130,30 @@ def emit_unit(em: Emitter, ins: Instruction) -> None:
     if family.sync:
         em.rendezvous(None)
     if family.name in WAIT_FAMILIES and not em.deferred:
+        if family.name == "tmem_wait":
+            em.ordered("tensor_wait", int(ins.parts[1] == "wait::st"))
+        elif family.name != "grid_wait":
+            order_group(em, ins)
         em.flush()
         em.goto(em.number + 1)
         return
     site = plan_site(em.index, em.lowered)
     mask = em.exec_mask()
     vectors: list[str] = []
-    for operand, plan in zip(ins.operands, site.operands, strict=True):
+    for place, (operand, plan) in enumerate(zip(ins.operands, site.operands, strict=True)):
         if isinstance(plan, Rows):
             items = operand.items if isinstance(operand, Vec) else (operand,)
-            vectors += [item.name for item in items if isinstance(item, Reg)]
+            names = [item.name for item in items if isinstance(item, Reg)]
+            vectors += names
+            if place >= family.dests or family.reads_dest:
+                for name in names:
+                    em.first_read(name)
             continue
         for position, scalar in enumerate(_scalars(operand)):
             offset = FIELDS["args"] + 8 * LANES * (plan.first + position)
             value = _value(em, scalar)
+            data = family.name == "async_store" and isinstance(plan, Slots) and plan.first == 1
+            em.argument(plan.first + position, scalar, mask, data)
             if family.name == "cp_async" and em.is_predicate(scalar):
                 value = value.ne(0).select(em.b.const(0, V64), 16)  # ignore the source: size 0
             em.b.store(value, em.b.gep(em.S, offset), 64)

@@ -10,11 +10,15 @@ from rubin_moe.emulator.state.registers import Outcome, Status
 
 def barrier_address(em: Emitter, operand: Operand, ins: Instruction, mask: Val) -> Val:
     """shared::cluster addresses of 8-byte barriers; generic addresses are converted."""
+    em.require_address(operand, mask)
+    em.require_operands(ins.operands[ins.operands.index(operand) + 1 :], mask)
     if any(part.startswith("shared") for part in ins.parts):
         address = em.address(operand, 32)
     else:
         generic = em.address(operand, 64) - em.field("smem", I64).splat()
         address = generic.resize(32)
+    if em.checked:
+        em.set_field("site", em.index)
     size = em.b.const(8, I32)
     em.trap_unless(em.b.call("emu.check_shared", I1, em.S, address, mask, size))
     return address
@@ -29,6 +33,8 @@ def emit_init(em: Emitter, ins: Instruction) -> None:
         em.b.call("emu.store64", None, place, em.b.const(0, V64), mask)
         return
     count = em.read(ins.operands[1], 32)
+    if em.checked:
+        em.defined(address.cast("zext", V64) + em.field("smem", I64).splat(), mask, 8)
     em.b.call("emu.mbarrier_init", None, em.S, address, count, mask)
     em.trap_if_recorded()
 
@@ -105,10 +111,12 @@ def emit_cp_async_arrive(em: Emitter, ins: Instruction) -> None:
     """
     mask = em.exec_mask()
     address = barrier_address(em, ins.operands[0], ins, mask)
-    if "noinc" not in ins.parts:
+    if "noinc" not in ins.parts and not em.checked:
         return
-    one, zero = em.b.const(1, V32), em.b.const(0, V32)
-    em.b.call("emu.mbarrier_arrive", V64, em.S, address, one, zero, em.b.const(0, I32), mask)
+    count, zero = em.b.const(int("noinc" in ins.parts), V32), em.b.const(0, V32)
+    em.ordered("copies_begin", 1)
+    em.b.call("emu.mbarrier_arrive", V64, em.S, address, count, zero, em.b.const(0, I32), mask)
+    em.ordered("copies_begin", 0)
     em.trap_if_recorded()
 
 

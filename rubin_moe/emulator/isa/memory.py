@@ -8,11 +8,14 @@ so that no load leaves its loop. Cache operators and hints have no effect.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.isa.integer import type_bits
 from rubin_moe.emulator.native.ir import I1, I32, I64, LANES, V32, V64, Type, Val
 from rubin_moe.emulator.native.memory import ATOMICS
 from rubin_moe.emulator.native.order import ATOMIC, READ, WRITE
+from rubin_moe.emulator.order.layout import GROUP_BULK, GROUP_COPY, GROUP_WGMMA
 from rubin_moe.emulator.ptx.ast import Imm, Instruction, Mem, Operand, Vec
 
 _SPACES = ("param", "global", "shared", "local", "const")
@@ -39,6 +42,7 @@ def _items(operand: Operand) -> tuple[Operand, ...]:
 def checked_address(em: Emitter, operand: Operand, space: str, size: int, mask: Val) -> Val:
     """Host addresses of an access of ``size`` bytes a lane; faults when one is illegal."""
     b = em.b
+    em.require_address(operand, mask)
     if space == "shared":
         address = em.address(operand, 32)
         b_size = b.const(size, I32)
@@ -73,6 +77,7 @@ def emit_load(em: Emitter, ins: Instruction) -> None:
     mask = em.exec_mask()
     address = checked_address(em, source, space, count * bits // 8, mask)
     em.accessed(address, mask, count * bits // 8, READ, space)
+    em.loaded(items, address, mask, bits, space)
     for position, item in enumerate(items):
         place = address + position * (bits // 8) if position else address
         value = em.b.call(f"emu.load{bits}", Type("i", bits, LANES), place, mask)
@@ -86,11 +91,13 @@ def emit_store(em: Emitter, ins: Instruction) -> None:
     bits = type_bits(ins.parts[-1])
     count, space = element_count(ins), space_of(ins)
     mask = em.exec_mask()
+    items = _items(ins.operands[1])
     address = checked_address(em, ins.operands[0], space, count * bits // 8, mask)
     em.accessed(address, mask, count * bits // 8, WRITE, space)
+    em.stored(items, address, mask, bits, space)
     if "release" in ins.parts:
         em.b.fence("release")
-    for position, item in enumerate(_items(ins.operands[1])):
+    for position, item in enumerate(items):
         place = address + position * (bits // 8) if position else address
         em.b.call(f"emu.store{bits}", None, place, em.read(item, bits), mask)
     if space in ("global", "generic"):
@@ -120,8 +127,8 @@ def _atomic_bits(ins: Instruction) -> int:
 
 def emit_atomic(em: Emitter, ins: Instruction) -> None:
     """atom: read, combine, write; lanes in ascending order."""
-    old = _emit_rmw(em, ins, ins.operands[1], ins.operands[2], ins.operands[3:4])
-    em.write(ins.operands[0], old)
+    dest, where, value, *rest = ins.operands
+    em.write(dest, _emit_rmw(em, ins, dest, where, value, rest))
 
 
 def emit_reduce(em: Emitter, ins: Instruction) -> None:
@@ -129,7 +136,7 @@ def emit_reduce(em: Emitter, ins: Instruction) -> None:
     bits = _atomic_bits(ins)
     values = _items(ins.operands[1])
     if len(values) == 1:
-        _emit_rmw(em, ins, ins.operands[0], values[0], ())
+        _emit_rmw(em, ins, None, ins.operands[0], values[0], ())
         return
     mask = em.exec_mask()
     size = len(values) * bits // 8
@@ -137,16 +144,23 @@ def emit_reduce(em: Emitter, ins: Instruction) -> None:
     em.accessed(address, mask, size, ATOMIC, space_of(ins))
     for position, value in enumerate(values):
         place = address + position * (bits // 8)
+        em.combined(None, place, mask, bits // 8, space_of(ins), value)
         _atomic_call(em, ins, place, em.read(value, bits), None, mask)
 
 
 def _emit_rmw(
-    em: Emitter, ins: Instruction, where: Operand, value: Operand, rest: tuple[Operand, ...]
+    em: Emitter,
+    ins: Instruction,
+    dest: Operand | None,
+    where: Operand,
+    value: Operand,
+    rest: Sequence[Operand],
 ) -> Val:
     bits = _atomic_bits(ins)
     mask = em.exec_mask()
     address = checked_address(em, where, space_of(ins), bits // 8, mask)
     em.accessed(address, mask, bits // 8, ATOMIC, space_of(ins))
+    em.combined(dest, address, mask, bits // 8, space_of(ins), value)
     code = _atomic_code(ins)
     compare = em.read(rest[0], bits) if code == "cas" else None
     return _atomic_call(em, ins, address, em.read(value, bits), compare, mask)
@@ -175,12 +189,15 @@ def emit_cp_async(em: Emitter, ins: Instruction) -> None:
         len(ins.operands) == 4 and "L2::cache_hint" in ins.parts
     )
     full = em.b.const(n, V32)
+    if has_size:
+        em.require_operands(ins.operands[3:4], mask)
     counts = _source_size(em, ins.operands[3], full) if has_size else full
     target = checked_address(em, ins.operands[0], "shared", n, mask)
     reads = mask & counts.ne(0).bits_as(I32) if has_size else mask
     source = checked_address(em, ins.operands[1], "global", n, reads)
     em.accessed(source, reads, n, READ, "global")
     em.accessed(target, mask, n, WRITE, "shared")
+    em.copied(target, source, counts, mask, n)
     em.b.call("emu.copy16", None, target, source, counts, mask, em.b.const(n, I32))
     em.b.call("emu.count_cp_async", None, em.S, mask, em.b.const(n, I32))
 
@@ -193,6 +210,18 @@ def _source_size(em: Emitter, operand: Operand, full: Val) -> Val:
 
 def emit_cp_async_group(em: Emitter, ins: Instruction) -> None:
     """Copies complete when issued, so that groups have nothing to wait for."""
+    order_group(em, ins)
+
+
+def order_group(em: Emitter, ins: Instruction) -> None:
+    """Tell the race detector of a commit_group or wait_group that has nothing to wait for."""
+    bulk = "bulk" in ins.parts
+    kind = GROUP_WGMMA if ins.parts[0] == "wgmma" else GROUP_BULK if bulk else GROUP_COPY
+    if "commit_group" in ins.parts:
+        em.ordered("group_commit", kind)
+        return
+    allowed = ins.operands[0].value if ins.operands else -1  # type: ignore[union-attr]
+    em.ordered("group_wait", kind, int(allowed), int("read" in ins.parts))
 
 
 EMITTERS = {

@@ -16,6 +16,7 @@ from rubin_moe.emulator.ptx.ast import Imm, Instruction, Operand, Pair, Vec
 
 def _members(em: Emitter, operand: Operand) -> Val:
     """The member mask as a scalar."""
+    em.require_operands((operand,), em.mask)
     return em.uniform(operand, 32, em.mask)
 
 
@@ -32,10 +33,14 @@ def emit_shuffle(em: Emitter, ins: Instruction) -> None:
     dest, valid = _destinations(ins.operands[0])
     index, limit = ins.operands[2], ins.operands[3]
     if mode == "idx" and isinstance(index, Imm) and limit == Imm(31) and valid is None:
-        em.write(dest, value.shuffle(None, [int(index.value) & 31] * 32))
+        lanes = [int(index.value) & 31] * 32
+        em.permuted(dest, lanes)
+        em.write(dest, value.shuffle(None, lanes))
         return
     if mode == "bfly" and isinstance(index, Imm) and limit == Imm(31) and valid is None:
-        em.write(dest, value.shuffle(None, [i ^ (int(index.value) & 31) for i in range(32)]))
+        lanes = [i ^ (int(index.value) & 31) for i in range(32)]
+        em.permuted(dest, lanes)
+        em.write(dest, value.shuffle(None, lanes))
         return
     distance = em.read(index, 32) & 31
     segment = clamp >> 8 & 31
@@ -53,6 +58,7 @@ def emit_shuffle(em: Emitter, ins: Instruction) -> None:
         source = lane ^ distance
         inside = source.cmp("ule", high)
     source = inside.select(source, lane)
+    em.permuted(dest, source)
     em.write(dest, em.b.call("emu.permute", V32, value, source))
     if valid is not None:
         em.write(valid, inside)
@@ -191,14 +197,17 @@ def emit_matrix_load(em: Emitter, ins: Instruction) -> None:
         if not transposed:
             base = rows.shuffle(None, [8 * matrix + lane // 4 for lane in range(32)])
             place = base + em.b.vector([4 * (lane % 4) for lane in range(32)], V64)
+            em.loaded((item,), place, mask, 32, "shared")
             em.write(item, em.b.call("emu.load32", V32, place, mask))
             continue
-        halves = []
+        halves, places = [], []
         for part in range(2):
             row = [8 * matrix + 2 * (lane % 4) + part for lane in range(32)]
             place = rows.shuffle(None, row) + em.b.vector([2 * (i // 4) for i in range(32)], V64)
+            places.append(place)
             half = em.b.call("emu.load16", V32.with_bits(16), place, mask)
             halves.append(half.resize(32))
+        em.gathered(item, places, mask, 16)
         em.write(item, halves[0] | halves[1] << 16)
 
 
@@ -215,11 +224,13 @@ def emit_matrix_store(em: Emitter, ins: Instruction) -> None:
         if not transposed:
             base = rows.shuffle(None, [8 * matrix + lane // 4 for lane in range(32)])
             place = base + em.b.vector([4 * (lane % 4) for lane in range(32)], V64)
+            em.stored((item,), place, mask, 32, "shared")
             em.b.call("emu.store32", None, place, value, mask)
             continue
         for part in range(2):
             row = [8 * matrix + 2 * (lane % 4) + part for lane in range(32)]
             place = rows.shuffle(None, row) + em.b.vector([2 * (i // 4) for i in range(32)], V64)
+            em.scattered(item, part, place, mask, 16)
             em.b.call("emu.store16", None, place, (value >> 16 * part).resize(16), mask)
 
 

@@ -19,13 +19,25 @@ CLUSTER = {
     "tmem_columns": 32,
     "effects": 40,  # uint64: events so far that another warp may wait for
     "cp_async_bytes": 48,  # uint64: bytes that cp.async has written
+    # checked launches
+    "poison_log": 64,  # host address of POISON_LOG entries, after one that holds their number
+    "poison_ranges": 72,  # global ranges that have a shadow
+    "enforce": 76,  # whether the first use of poison ends the launch
+    "smem_bytes": 80,  # uint64: size of the cluster's shared memory, gaps included
+    "order": 88,  # host address of the order block, 0: accesses are not followed
 }
-CLUSTER_BYTES = 64
+CLUSTER_BYTES = 128
 
 #: One entry of the table of ranges: ``[low, high)`` and the distances from there to its shadows
 #: (0: it has none), all uint64.
 RANGE = {"low": 0, "high": 8, "poison": 16, "order": 24}
 RANGE_BYTES = 32
+
+#: One entry of the log of poison that was used, and how many it holds.
+POISON_LOG = {
+    "site": 0, "rule": 4, "operand": 8, "lane": 12, "count": 16, "warp": 20, "rank": 24,
+    "origin": 28, "address": 32, "bytes": 48, "entries": 64,
+}  # fmt: skip
 
 #: One a CTA: live warps, then 16 named barriers of four uint32.
 CTA_LIVE = 0
@@ -66,6 +78,11 @@ FAULTS = {
     10: "named barrier index above 15",
     11: "tensor-memory address outside the allocation, or lanes of another warp's quarter",
     12: "mbarrier count out of range",
+    13: "poison in an address",
+    14: "poison in a branch or guard",
+    15: "poison stored to global memory",
+    16: "poison in an operand",
+    17: "accesses that nothing orders",
 }
 #: The rule (`rules.RULES`) behind each fault.
 FAULT_RULES = {
@@ -81,6 +98,11 @@ FAULT_RULES = {
     10: "barrier: index",
     11: "tensor memory: not allocated",
     12: "mbarrier: count",
+    13: "poison: address",
+    14: "poison: branch",
+    15: "poison: global store",
+    16: "poison: operand",
+    17: "order: race",
 }
 (
     GLOBAL_OUT_OF_BOUNDS,
@@ -95,4 +117,10 @@ FAULT_RULES = {
     BARRIER_INDEX,
     TMEM_OUT_OF_BOUNDS,
     MBARRIER_COUNT,
+    POISON_ADDRESS,
+    POISON_BRANCH,
+    POISON_STORE,
+    POISON_OPERAND,
+    ORDER,
 ) = FAULTS
+POISON_FAULTS = (POISON_ADDRESS, POISON_BRANCH, POISON_STORE, POISON_OPERAND)

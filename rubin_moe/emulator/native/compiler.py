@@ -21,11 +21,12 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from rubin_moe.emulator.native import control, cvt, functions, library, memory, order, sync
+from rubin_moe.emulator.native import control, cvt, functions, library, memory, order, sync, taint
+from rubin_moe.emulator.order import build
 
 #: Compiled modules kept on disk (most are below 0.5 MB).
 _CACHED_KERNELS = 512
-_RUNTIME_MODULES = (control, memory, sync, cvt, functions, order)
+_RUNTIME_MODULES = (control, memory, sync, cvt, functions, order, taint)
 
 
 @lru_cache(maxsize=1)
@@ -101,10 +102,15 @@ def _target_machine(opt: int) -> llvm.TargetMachine:
     )
 
 
-def compile_object(text: str, opt: int) -> bytes:
-    """Machine code (an ELF object) of LLVM IR text; ``opt`` above 1 also runs the IR passes."""
+def compile_object(text: str, opt: int, *others: str) -> bytes:
+    """Machine code (an ELF object) of LLVM IR text; ``opt`` above 1 also runs the IR passes.
+
+    ``others`` are modules linked with it.
+    """
     _initialise()
     module = llvm.parse_assembly(text)
+    for other in others:
+        module.link_in(llvm.parse_assembly(other))
     module.verify()
     machine = _target_machine(opt)
     if opt > 1:
@@ -136,6 +142,13 @@ class Runtime:
     """The loaded runtime library; its functions are visible to kernels compiled later."""
 
     def __init__(self) -> None:
+        self._hooks = NativeCode(cached(build.key(), lambda: compile_object("", 2, *build.texts())))
+        #: functions of the race detector by name: int64 arguments and result
+        self.order: dict[str, Callable[..., int]] = {}
+        for name, arguments in build.signatures().items():
+            address = self._hooks.address(f"order.{name}")
+            llvm.add_symbol(f"order.{name}", address)
+            self.order[name] = ctypes.PYFUNCTYPE(*[ctypes.c_int64] * (arguments + 1))(address)
         key = cache_key("runtime")
         code = cached(key, lambda: compile_object(library.library_text(), 2))
         llvm.load_library_permanently("libm.so.6")

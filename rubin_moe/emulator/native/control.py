@@ -6,6 +6,7 @@ from rubin_moe.emulator.native import blocks
 from rubin_moe.emulator.native.blocks import CLUSTER, QUEUE
 from rubin_moe.emulator.native.ir import I1, I32, I64, PTR, V1, V32, Builder, Val
 from rubin_moe.emulator.native.library import count_effect, runtime_function
+from rubin_moe.emulator.native.order import call_hook
 from rubin_moe.emulator.state.mbarrier import MARKER, MARKER_SHIFT, PHASE_SHIFT
 from rubin_moe.emulator.state.registers import FIELDS, Outcome, Status
 
@@ -121,6 +122,7 @@ def _exit(b: Builder, S: Val) -> None:
         everyone = b.field(slot, blocks.BARRIER_EXPECTED, I32).eq(blocks.ALL_THREADS)
         complete = everyone & arrived.ne(0) & arrived.cmp("uge", live * 32)
         with b.if_(complete):
+            call_hook(b, "barrier_complete", S, index, 0)
             b.call("emu.barrier_complete", None, slot)
     warps = b.field(cluster, CLUSTER["live"], I32) - 1
     b.set_field(cluster, CLUSTER["live"], warps)
@@ -144,6 +146,9 @@ def _barrier_complete(b: Builder, slot: Val) -> None:
 @runtime_function("emu.cluster_complete", None, cluster=PTR)
 def _cluster_complete(b: Builder, cluster: Val) -> None:
     """Release the waiters of the cluster barrier."""
+    order = b.field(cluster, CLUSTER["order"], I64)
+    with b.if_(order.ne(0)):
+        b.call("order.cluster_complete", I64, order)
     b.set_field(cluster, CLUSTER["arrived"], b.const(0, I32))
     generation = b.field(cluster, CLUSTER["generation"], I32)
     b.set_field(cluster, CLUSTER["generation"], generation + 1)

@@ -8,6 +8,7 @@ from rubin_moe.emulator.native.control import barrier_slot
 from rubin_moe.emulator.native.ir import I1, I32, I64, PTR, V32, V64, Builder, Val
 from rubin_moe.emulator.native.library import count_effect, runtime_function
 from rubin_moe.emulator.native.memory import record_fault
+from rubin_moe.emulator.native.order import call_hook
 from rubin_moe.emulator.state import mbarrier as word_format
 from rubin_moe.emulator.state.registers import FIELDS
 
@@ -64,7 +65,9 @@ def _mbarrier_init(b: Builder, S: Val, address: Val, count: Val, mask: Val) -> N
         n = number.cast("zext", I64)
         value = n | n << word_format.EXPECTED_SHIFT
         value = value | (word_format.MARKER << word_format.MARKER_SHIFT)
-        b.store(value, b.load(b.gep(words, wide << 3), PTR))
+        word = b.load(b.gep(words, wide << 3), PTR)
+        b.store(value, word)
+        call_hook(b, "mbarrier_init", S, word, lane)
     b.ret()
 
 
@@ -92,6 +95,8 @@ def _mbarrier_arrive(
             record_fault(b, S, old.cast("trunc", I32), lane, where)
             b.ret(b.const(0, V64), V64)
         b.store(old, b.gep(tokens, wide << 3))
+        call_hook(b, "mbarrier_arrive", S, host, old, lane)
+    call_hook(b, "converge", S)
     b.ret(b.load(tokens, V64, 64), V64)
 
 
@@ -116,15 +121,20 @@ def _mbarrier_test(b: Builder, S: Val, address: Val, parity: Val, mask: Val) -> 
         with b.if_(~done):
             b.set_field(S, FIELDS["wait_address"], where.cast("trunc", I32))
             b.set_field(S, FIELDS["wait_value"], wanted)
-    b.ret(b.load(passed, I32))
+    done = b.load(passed, I32)
+    with b.if_(done.ne(0)):
+        call_hook(b, "mbarrier_wait", S, words, done)
+    b.ret(done)
 
 
-@runtime_function("emu.barrier_arrive", I32, S=PTR, index=I32, expected=I32, threads=I32)
-def _barrier_arrive(b: Builder, S: Val, index: Val, expected: Val, threads: Val) -> None:
+@runtime_function("emu.barrier_arrive", I32, S=PTR, index=I32, expected=I32, threads=I32, waits=I32)
+def _barrier_arrive(
+    b: Builder, S: Val, index: Val, expected: Val, threads: Val, waits: Val
+) -> None:
     """Arrive at a named barrier; returns 1 when that completed it, else 0.
 
-    ``expected`` ALL_THREADS stands for every live thread of the CTA. The generation waited for is
-    left in the warp's state.
+    ``expected`` ALL_THREADS stands for every live thread of the CTA; ``waits`` says whether the
+    warp goes on only after it. The generation waited for is left in the warp's state.
     """
     zero = b.const(0, I32)
     with b.if_(index.cmp("uge", blocks.NUM_BARRIERS)):
@@ -143,23 +153,29 @@ def _barrier_arrive(b: Builder, S: Val, index: Val, expected: Val, threads: Val)
     needed = expected.eq(blocks.ALL_THREADS).select(everyone, expected)
     total = arrived + threads
     count_effect(b, b.field(S, FIELDS["cluster"], PTR))
+    call_hook(b, "barrier_arrive", S, index)
     with b.if_(total.cmp("uge", needed)):
         b.call("emu.barrier_complete", None, slot)
+        call_hook(b, "barrier_complete", S, index, waits)
         b.ret(1)
     b.set_field(slot, blocks.BARRIER_ARRIVED, total)
     b.set_field(slot, blocks.BARRIER_EXPECTED, expected)
     b.ret(0)
 
 
-@runtime_function("emu.cluster_arrive", None, S=PTR)
-def _cluster_arrive(b: Builder, S: Val) -> None:
-    """A warp arrives at the cluster barrier; the generation to wait for goes to its state."""
+@runtime_function("emu.cluster_arrive", None, S=PTR, relaxed=I32)
+def _cluster_arrive(b: Builder, S: Val, relaxed: Val) -> None:
+    """A warp arrives at the cluster barrier; the generation to wait for goes to its state.
+
+    ``relaxed`` matters to the race detector alone.
+    """
     cluster = b.field(S, FIELDS["cluster"], PTR)
     token = b.field(cluster, CLUSTER["generation"], I32)
     b.set_field(S, FIELDS["cluster_token"], token)
     arrived = b.field(cluster, CLUSTER["arrived"], I32) + 1
     b.set_field(cluster, CLUSTER["arrived"], arrived)
     count_effect(b, cluster)
+    call_hook(b, "cluster_arrive", S, relaxed)
     with b.if_(arrived.cmp("uge", b.field(cluster, CLUSTER["live"], I32))):
         b.call("emu.cluster_complete", None, cluster)
     b.ret()

@@ -31,6 +31,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         self._owners: dict[tuple[int, int], Any] = {}
         self._views: list[tuple[int, int, NDArray[np.uint8]]] = []
+        self._shadows: dict[tuple[int, int], NDArray[np.uint8]] = {}
         self._last = 0
         #: ``blocks.RANGE`` entries
         self.table: NDArray[np.uint64] = np.zeros((1, 4), np.uint64)
@@ -55,7 +56,35 @@ class GlobalMemory:
     def unregister(self, address: int) -> None:
         """Forget the ranges that start at ``address``."""
         self._owners = {key: v for key, v in self._owners.items() if key[0] != address}
+        self._shadows = {key: v for key, v in self._shadows.items() if key[0] != address}
         self._rebuild()
+
+    def mark(self, address: int, nbytes: int, undefined: bool) -> None:
+        """Make bytes undefined for checked launches, or defined again. Raises MemoryFaultError
+        outside the ranges."""
+        self.view(address, nbytes)
+        low, high, data = self._views[self._last]
+        shadow = self._shadows.get((low, high - low))
+        if shadow is None:
+            if not undefined:
+                return
+            shadow = aligned_like(data)
+            shadow.fill(0)
+            self._shadows[low, high - low] = shadow
+            self._rebuild()
+        shadow[address - low : address - low + nbytes] = 0xFF if undefined else 0
+
+    def shadow(self, address: int, nbytes: int) -> NDArray[np.uint8] | None:
+        """The shadow of ``nbytes`` of one range (0: defined), None where all of it is defined."""
+        for (low, size), data in self._shadows.items():
+            if low <= address and address + nbytes <= low + size:
+                return data[address - low : address - low + nbytes]
+        return None
+
+    @property
+    def shadows(self) -> dict[tuple[int, int], NDArray[np.uint8]]:
+        """Shadows by (address, nbytes) of their range."""
+        return self._shadows
 
     def _rebuild(self) -> None:
         keys = sorted(self._owners)
@@ -64,8 +93,12 @@ class GlobalMemory:
             raw = (ctypes.c_uint8 * nbytes).from_address(address)
             self._views.append((address, address + nbytes, np.ctypeslib.as_array(raw)))
         self._last = 0
-        ends = [(low, high, 0, 0) for low, high, _ in self._views] or [(1, 1, 0, 0)]
-        self.table = np.array(ends, np.uint64)
+        rows = [(1, 1, 0, 0)] if not self._views else []
+        for low, high, _ in self._views:
+            shadow = self._shadows.get((low, high - low))
+            away = 0 if shadow is None else distance(int(shadow.ctypes.data), low)
+            rows.append((low, high, away, 0))
+        self.table = np.array(rows, np.uint64)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -110,6 +143,18 @@ def address_range(buffer: Any) -> tuple[int, int]:
     low = sum(r for r in reach if r < 0)
     high = sum(r for r in reach if r > 0)
     return int(array.ctypes.data) + low, high - low + array.itemsize
+
+
+def distance(shadow: int, memory: int) -> int:
+    """What added to an address of ``memory`` gives that of its shadow, modulo 2^64."""
+    return (shadow - memory) & 0xFFFFFFFFFFFFFFFF
+
+
+def aligned_like(buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Memory of the same size and place within 64 bytes as a buffer."""
+    raw = np.empty(buffer.size + 64, np.uint8)
+    start = (int(buffer.ctypes.data) - int(raw.ctypes.data)) % 64
+    return raw[start : start + buffer.size]
 
 
 class SharedArena:

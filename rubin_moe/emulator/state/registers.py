@@ -3,7 +3,8 @@
 A block is ``uint32[rows, 32]``: a header of fixed fields, argument rows (``uint64[32]`` each) in
 which native code leaves the operands of an instruction that Python performs, then one row (two for
 64-bit registers) for each register that is live across a segment boundary. Predicates are 32-bit
-lane masks packed after the vectors.
+lane masks packed after the vectors. In the checked form taints follow: for each row and then for
+each predicate the mask of the lanes in which it is not defined.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ FIELDS = {
     "smem_poison": 160,  # distance from shared memory to its shadows
     "smem_order": 168,
     "local_poison": 176,  # distance from local memory to its shadow
+    "poison_site": 184,  # instruction that last read poison, and the shadow address where
+    "poison_address": 208,
+    "order": 192,  # host address of the cluster's order block, 0: accesses are not followed
+    "order_warp": 200,  # warp index in the cluster
     "pcs": 256,  # each lane's segment while the warp is diverged
     "tid_x": 384,
     "tid_y": 512,
     "tid_z": 640,
     "specials": 768,  # uint32 scalars, see SPECIALS
+    "arg_taints": 896,  # lanes in which an argument row is not defined, uint32 each
     "args": 1024,
 }
 
@@ -114,13 +120,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RegisterLayout:
-    """Byte offset of each register that lives in the state block, and the block's size."""
+    """Byte offset of each register that lives in the state block, and the block's size.
+
+    ``taints`` are the offsets of the registers' taints (64-bit registers have two, one a row), from
+    ``taint_base`` on; the plain form has none.
+    """
 
     offsets: dict[str, int]
     size: int
+    taints: dict[str, int]
+    taint_base: int
 
     @staticmethod
-    def of(vectors: dict[str, int], predicates: list[str]) -> RegisterLayout:
+    def of(vectors: dict[str, int], predicates: list[str], checked: bool = False) -> RegisterLayout:
         """Lay out ``vectors`` (name to bits, in order) and ``predicates``."""
         offsets, row = {}, HEADER_ROWS
         for name, bits in vectors.items():
@@ -130,13 +142,21 @@ class RegisterLayout:
         for name in predicates:
             offsets[name] = cursor
             cursor += 4
-        return RegisterLayout(offsets, -(-cursor // ROW_BYTES) * ROW_BYTES)
+        base = -(-cursor // ROW_BYTES) * ROW_BYTES
+        if not checked:
+            return RegisterLayout(offsets, base, {}, base)
+        taints = {name: base + 4 * (offsets[name] // ROW_BYTES - HEADER_ROWS) for name in vectors}
+        cursor = base + 4 * (row - HEADER_ROWS)
+        for name in predicates:
+            taints[name] = cursor
+            cursor += 4
+        return RegisterLayout(offsets, -(-cursor // ROW_BYTES) * ROW_BYTES, taints, base)
 
 
 class WarpState:
     """Python's view of one warp's block."""
 
-    __slots__ = ("address", "args", "index", "layout", "memory", "rows", "u32", "u64")
+    __slots__ = ("address", "args", "index", "layout", "memory", "rows", "taints", "u32", "u64")
 
     def __init__(self, layout: RegisterLayout, index: int) -> None:
         raw = np.zeros(layout.size + 64, np.uint8)
@@ -147,6 +167,9 @@ class WarpState:
         self.rows = self.u32.reshape(-1, LANES)
         first = FIELDS["args"] // 8
         self.args = self.u64[first : first + MAX_ARGS * LANES].reshape(MAX_ARGS, LANES)
+        #: by row from the first register on; a register that nothing wrote is not defined
+        self.taints = self.u32[layout.taint_base // 4 :]
+        self.taints.fill(FULL_MASK)
         self.layout = layout
         self.index = index
         self.address = int(self.memory.ctypes.data)

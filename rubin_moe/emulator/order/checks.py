@@ -1,0 +1,300 @@
+"""Accesses against shadow memory: of a warp lane by lane, of a unit over whole ranges.
+
+Every function is compiled by numba and works on addresses; ``B`` is that of the order block. A
+check returns 1 when the access may go ahead, 0 when it has to stop: the log then ends with the
+violation.
+
+Shadow memory has four planes of epochs. The first holds the last write of a word, the others up to
+three reads since then of which none is known to the next; a fourth takes the last one's place. A
+write forgets reads, since it was checked against them. So a conflict may be missed, but none is
+made up.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from .layout import (
+    ACQUIRE,
+    ARENA,
+    ARENA_BYTES,
+    ATOMIC,
+    ATOMIC_SHIFT,
+    CELLS,
+    CELLS_A_COLUMN,
+    CLOCK_MASK,
+    CLOCK_SHIFT,
+    COMPONENT_MASK,
+    COMPONENT_SHIFT,
+    COMPONENTS,
+    COPY0,
+    COPY_ENGINE,
+    COUNT_COPY,
+    COUNTERS,
+    COUNTS,
+    ENFORCE,
+    GENERIC,
+    LANE_MASK,
+    LANE_SHIFT,
+    LANES,
+    LANES_A_CELL,
+    LENGTH,
+    LOG,
+    LOG_COUNT,
+    LOG_KEY_LIMIT,
+    LOG_KEYS,
+    LOG_LIMIT,
+    LOG_WORDS,
+    MASK_SHIFT,
+    PLANES,
+    POLLED,
+    PROXY,
+    PROXY_OVERWRITE,
+    RACE_OVERWRITE,
+    RACE_READ,
+    RACE_WRITE,
+    RANGE_COUNT,
+    RANGE_LAST,
+    RANGES,
+    RELEASE,
+    ROWS,
+    SITE_MASK,
+    SMEM_PLANE,
+    SMEM_SHADOW,
+    SMEM_WORDS,
+    STRONG,
+    TENSOR_PLACE,
+    TMEM_PLANE,
+    TMEM_SHADOW,
+    WARP0,
+    WHOLE_WORD,
+    WRITE,
+)
+from .raw import wide, word
+from .synchronise import flag_access
+
+inner = njit(error_model="numpy", nogil=True)
+
+
+@inner
+def log(B, code, mine, other, place):
+    """Record a violation, once for the same two instructions; 0 when it ends the launch."""
+    b = wide(B)
+    key = code | (mine & SITE_MASK) << 8 | (other & SITE_MASK) << 24
+    keys, entries = wide(b[LOG_KEYS]), wide(b[LOG])
+    last = b[LOG_KEY_LIMIT] - 1
+    at = ((key * 0x9E3779B1) >> 20) & last
+    for _ in range(b[LOG_KEY_LIMIT]):
+        if keys[2 * at] == key:
+            entries[LOG_WORDS * keys[2 * at + 1] + 4] += 1
+            break
+        if keys[2 * at] == 0:
+            number = b[LOG_COUNT]
+            if number < b[LOG_LIMIT]:
+                keys[2 * at], keys[2 * at + 1] = key, number
+                b[LOG_COUNT] = number + 1
+                first = LOG_WORDS * number
+                entries[first], entries[first + 1], entries[first + 2] = code, mine, other
+                entries[first + 3], entries[first + 4] = place, 1
+            break
+        at = (at + 1) & last
+    return 1 - ((b[ENFORCE] >> code) & 1)
+
+
+@inner
+def conflict(B, row, mine, other, code, proxy, place):
+    """Check ``mine`` against an earlier access that is not a read by both; 1: go on."""
+    if ((mine >> MASK_SHIFT) & (other >> MASK_SHIFT) & WHOLE_WORD) == 0:
+        return 1
+    component = (other >> COMPONENT_SHIFT) & COMPONENT_MASK
+    clock = (other >> CLOCK_SHIFT) & CLOCK_MASK
+    knows = word(row)
+    if knows[component] < clock:
+        if (mine >> ATOMIC_SHIFT) & (other >> ATOMIC_SHIFT) & 1:
+            return 1
+        return log(B, code, mine, other, place)
+    if (mine ^ other) >> COMPONENT_SHIFT == 0:
+        lane, before = (mine >> LANE_SHIFT) & LANE_MASK, (other >> LANE_SHIFT) & LANE_MASK
+        if lane != before and component < wide(B)[COPY0]:
+            if (mine >> ATOMIC_SHIFT) & (other >> ATOMIC_SHIFT) & 1:
+                return 1
+            return log(B, LANES, mine, other, place)
+    generic = proxy and code != RACE_OVERWRITE and component < wide(B)[GENERIC]
+    if generic and knows[wide(B)[COMPONENTS] + component] < clock:
+        return log(B, PROXY if code == RACE_READ else PROXY_OVERWRITE, mine, other, place)
+    return 1
+
+
+@inner
+def note_read(B, entry, plane, row, mine, proxy, place):
+    """A read of (part of) one word."""
+    other = wide(entry)[0]
+    if other != 0 and not conflict(B, row, mine, other, RACE_READ, proxy, place):
+        return 0
+    knows = word(row)
+    mask = (mine >> MASK_SHIFT) & WHOLE_WORD
+    for i in range(1, PLANES):
+        slot = wide(entry + i * plane)
+        held = slot[0]
+        if held == 0 or held == mine:
+            slot[0] = mine
+            return 1
+        covered = (held >> MASK_SHIFT) & WHOLE_WORD & ~mask == 0
+        if (held ^ mine) >> COMPONENT_SHIFT == 0:
+            if covered or (held ^ mine) & SITE_MASK == 0:
+                slot[0] = mine | (held & (WHOLE_WORD << MASK_SHIFT))
+                return 1
+        elif covered:
+            component = (held >> COMPONENT_SHIFT) & COMPONENT_MASK
+            if knows[component] >= (held >> CLOCK_SHIFT) & CLOCK_MASK:
+                slot[0] = mine
+                return 1
+    wide(entry + (PLANES - 1) * plane)[0] = mine
+    return 1
+
+
+@inner
+def note_write(B, entry, plane, row, mine, proxy, place):
+    """A write of (part of) one word."""
+    slot = wide(entry)
+    other = slot[0]
+    if other == mine and wide(entry + plane)[0] == 0:
+        return 1
+    if other != 0 and not conflict(B, row, mine, other, RACE_WRITE, proxy, place):
+        return 0
+    whole = (mine >> MASK_SHIFT) & WHOLE_WORD == WHOLE_WORD
+    for i in range(1, PLANES):
+        reads = wide(entry + i * plane)
+        held = reads[0]
+        if held == 0:
+            break
+        if not conflict(B, row, mine, held, RACE_OVERWRITE, 0, place):
+            return 0
+        if whole:
+            reads[0] = 0
+    if (other ^ mine) >> COMPONENT_SHIFT == 0:
+        mine |= other & (WHOLE_WORD << MASK_SHIFT)
+    slot[0] = mine
+    return 1
+
+
+@inner
+def find_range(B, address):
+    """Entry of the registered range that holds a global address, or 0."""
+    b = wide(B)
+    table = b[RANGES]
+    entry = table + 32 * b[RANGE_LAST]
+    if wide(entry)[0] <= address < wide(entry)[1]:
+        return entry
+    for i in range(b[RANGE_COUNT]):
+        entry = table + 32 * i
+        if wide(entry)[0] <= address < wide(entry)[1]:
+            b[RANGE_LAST] = i
+            return entry
+    return 0
+
+
+@inner
+def note_bytes(B, address, size, row, mine, write, proxy):
+    """An access of ``size`` bytes at a host address (global or shared memory)."""
+    b = wide(B)
+    offset = address - b[ARENA]
+    if 0 <= offset < b[ARENA_BYTES]:
+        first = (offset >> 24) * b[SMEM_WORDS] + ((offset & 0xFFFFFF) >> 2)
+        entry, plane = b[SMEM_SHADOW] + 8 * first, b[SMEM_PLANE]
+    else:
+        found = find_range(B, address)
+        if found == 0:
+            return 1
+        entry = wide(found)[2] + 8 * ((address - (wide(found)[0] & -4)) >> 2)
+        plane = wide(found)[3]
+    start = address & 3
+    while size > 0:
+        part = min(size, 4 - start)
+        touched = mine | (((1 << part) - 1) << start) << MASK_SHIFT
+        if write:
+            ok = note_write(B, entry, plane, row, touched, proxy, address)
+        else:
+            ok = note_read(B, entry, plane, row, touched, proxy, address)
+        if not ok:
+            return 0
+        size -= part
+        address += part
+        entry += 8
+        start = 0
+    return 1
+
+
+@inner
+def access(B, warp, addresses, mask, size, kind, site):
+    """An access of one warp: ``size`` bytes at each address of the lanes of ``mask``."""
+    b = wide(B)
+    row = b[ROWS] + 4 * b[LENGTH] * warp
+    if kind & COPY_ENGINE:
+        component = b[COPY0] + warp
+        count = wide(b[COUNTS] + 8 * COUNTERS * warp)
+        clock = count[COUNT_COPY] + 1
+        if kind & WRITE:
+            count[COUNT_COPY] = clock
+    else:
+        component = b[WARP0] + warp
+        clock = word(row)[component]
+    strong = 1 if kind & STRONG else 0
+    mine = site | strong << ATOMIC_SHIFT | component << COMPONENT_SHIFT | clock << CLOCK_SHIFT
+    write = kind & (WRITE | ATOMIC)
+    lanes = mask
+    lane = 0
+    while lanes != 0:
+        if lanes & 1:
+            address = wide(addresses)[lane]
+            if not note_bytes(B, address, size, row, mine | lane << LANE_SHIFT, write, 0):
+                return 0
+        lanes >>= 1
+        lane += 1
+    if kind & STRONG:
+        if not write:
+            polled = wide(b[POLLED] + 16 * warp)
+            polled[1] = site
+        lanes, lane = mask, 0
+        while lanes != 0:
+            if lanes & 1:
+                address = wide(addresses)[lane]
+                if not write:
+                    wide(b[POLLED] + 16 * warp)[0] = address
+                flag_access(B, warp, address, kind & ACQUIRE, kind & RELEASE, kind & 3)
+            lanes >>= 1
+            lane += 1
+    return 1
+
+
+@inner
+def note_ranges(B, base, ranges, count, row, mine, write, proxy):
+    """A unit's access to byte ranges (int64 [count, 2]) relative to the host address ``base``."""
+    table = wide(ranges)
+    for i in range(count):
+        low, high = table[2 * i], table[2 * i + 1]
+        if not note_bytes(B, base + low, high - low, row, mine, write, proxy):
+            return 0
+    return 1
+
+
+@inner
+def note_cells(B, rank, boxes, count, row, mine, write):
+    """An access to rectangles of tensor memory (int64 [count, 4]: lanes, then columns)."""
+    b, table = wide(B), wide(boxes)
+    mine |= WHOLE_WORD << MASK_SHIFT
+    for i in range(count):
+        low = table[4 * i] // LANES_A_CELL
+        high = (table[4 * i + 1] + LANES_A_CELL - 1) // LANES_A_CELL
+        for column in range(table[4 * i + 2], table[4 * i + 3]):
+            for part in range(low, high):
+                cell = column * CELLS_A_COLUMN + part
+                entry = b[TMEM_SHADOW] + 8 * (rank * CELLS + cell)
+                place = 1 << TENSOR_PLACE | rank << 48 | cell
+                if write:
+                    ok = note_write(B, entry, b[TMEM_PLANE], row, mine, 0, place)
+                else:
+                    ok = note_read(B, entry, b[TMEM_PLANE], row, mine, 0, place)
+                if not ok:
+                    return 0
+    return 1

@@ -1,0 +1,84 @@
+"""Clocks, epochs and the order block: what the checks in native code and Python agree on.
+
+**Components.** Each warp is one. Its asynchronous work has further ones, since knowing a warp says
+nothing about what the warp set going: ``cp.async``, the tensor pipe (tcgen05.mma, cp and commit, or
+wgmma), tcgen05.ld, tcgen05.st, reads and writes of bulk copies by groups, and a count of published
+mbarrier initialisations. Copies that signal an mbarrier share that mbarrier's component, whose
+clock is the phase in which they count.
+
+**Rows.** What an agent knows is a row of int32: the clock of every component (V), then, for the
+components that access memory through the generic proxy, the clocks that a proxy fence has covered
+(A). Joining two rows is their elementwise maximum.
+
+**Epochs.** An access is a 64-bit number, 0 for none: site, lane, bytes of the word touched, whether
+it was atomic, component, clock.
+
+The order block is an array of int64, one a cluster; its fields are numbered below.
+"""
+
+from __future__ import annotations
+
+# epochs
+LANE_SHIFT, MASK_SHIFT, ATOMIC_SHIFT, COMPONENT_SHIFT, CLOCK_SHIFT = 16, 21, 25, 26, 42
+SITE_MASK, LANE_MASK, COMPONENT_MASK, CLOCK_MASK = 0xFFFF, 31, 0xFFFF, 0x3FFFFF
+WHOLE_WORD = 15
+#: Clock that every operation of an in-order pipe knows of its own pipe.
+EVERYTHING = CLOCK_MASK
+
+#: Kinds of components that each warp has besides itself and its cp.async, in order.
+PIPES = ("tensor", "load", "store", "bulk read", "bulk write", "init")
+TENSOR, LOAD, STORE, BULK_READ, BULK_WRITE, INIT = range(len(PIPES))
+
+# access kinds (bits), as native code passes them
+READ, WRITE, ATOMIC = 0, 1, 2
+STRONG, ACQUIRE, RELEASE, COPY_ENGINE = 4, 8, 16, 32
+
+# what a violation is
+RACE_READ, RACE_WRITE, RACE_OVERWRITE, LANES, PROXY, PROXY_OVERWRITE, UNINITIALISED = range(1, 8)
+
+# groups of asynchronous operations of a warp
+GROUPS = ("cp.async", "bulk", "wgmma")
+GROUP_COPY, GROUP_BULK, GROUP_WGMMA = range(3)
+GROUP_RING = 64
+
+# fences
+FENCE_MEMORY, FENCE_PROXY, FENCE_INIT = range(3)
+
+#: Barriers of a CTA, bytes of shared memory that an mbarrier takes, mbarriers that are followed.
+NAMED_BARRIERS = 16
+MBARRIER_BYTES = 8
+MBARRIERS_A_CTA = 128
+#: Rows of releases at memory locations, by hash of the address.
+FLAG_ROWS = 256
+
+#: Tensor memory is followed by columns of 16 lanes, shared and global memory by words.
+LANES_A_CELL = 16
+CELLS_A_COLUMN = 8
+COLUMNS = 576
+CELLS = COLUMNS * CELLS_A_COLUMN
+
+#: Planes of shadow memory: the last write, and three reads since that nothing orders.
+PLANES = 4
+
+# fields of the order block
+(
+    ARENA, ARENA_BYTES, SMEM_WORDS, SMEM_SHADOW, SMEM_PLANE, TMEM_SHADOW, TMEM_PLANE,
+    RANGES, RANGE_COUNT, RANGE_LAST,
+    ROWS, FENCED, SEEN, LENGTH, COMPONENTS, GENERIC,
+    WARP0, COPY0, PIPE0, MBARRIER0, WARPS, CTA_WARPS, STATES,
+    MBARRIER_MAP, MBARRIER_MAP_WORDS, MBARRIER_COUNT, MBARRIER_LIMIT, MBARRIER_ARRIVED,
+    MBARRIER_DONE, MBARRIER_PHASE, MBARRIER_INIT, MBARRIER_PUBLISHED,
+    BARRIER_ARRIVED, CLUSTER_ARRIVED, CLUSTER_DONE,
+    FLAGS, FLAG_VERSION, FENCE_VERSION, FLAG_FROM, SEEN_FLAG, SEEN_DIRTY,
+    COUNTS, MARKS, MARK_COUNT, LOAD_LAST, LOAD_SITES, SAVED,
+    ENFORCE, LOG, LOG_LIMIT, LOG_COUNT, LOG_KEYS, LOG_KEY_LIMIT, POLLED,
+) = range(54)  # fmt: skip
+BLOCK_FIELDS = 64
+
+#: int64 words of one entry of the log: code, own epoch, other epoch, place, times, warp.
+LOG_WORDS = 6
+#: Bit of a log entry's place that says tensor memory: CTA rank in bits 48-55, cell below.
+TENSOR_PLACE = 62
+#: Counters of asynchronous operations of a warp, in ``COUNTS``.
+COUNTERS = 6
+COUNT_COPY, COUNT_TENSOR, COUNT_LOAD, COUNT_STORE, COUNT_BULK, COUNT_WGMMA = range(COUNTERS)
