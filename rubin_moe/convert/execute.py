@@ -1,6 +1,10 @@
-"""One group of a plan -> the bytes it writes, and what that lost."""
+"""One group of a plan -> the bytes it writes, and what that lost.
 
-from collections.abc import Iterator
+Codes that stay what they are (NVFP4 folded or renamed, MXFP4 renamed) are not read here: the writer
+copies them, and only scales become values.
+"""
+
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,6 +13,7 @@ from rubin_moe.convert.decode import decode_expert
 from rubin_moe.convert.options import Options
 from rubin_moe.convert.output import (
     Piece,
+    Span,
     encode,
     expert_parts,
     reciprocal,
@@ -17,18 +22,19 @@ from rubin_moe.convert.output import (
 from rubin_moe.convert.plan import CopyGroup, ExpertGroup, Group, LinearGroup
 from rubin_moe.convert.quantize import quantize_expert, quantize_matrix, shared_dec
 from rubin_moe.convert.recode import recode
+from rubin_moe.convert.recode_rules import keeps_codes
 from rubin_moe.convert.source import TORCH_DTYPES, DenseExpert, Source
 from rubin_moe.convert.tally import Tally
 from rubin_moe.errors import ConvertError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.formats.scales import CODECS
 from rubin_moe.formats.spec import BlockFormat
-from rubin_moe.loader.dialect import Part
+from rubin_moe.loader.checkpoint import TensorEntry
+from rubin_moe.loader.dialect import Part, Reading
+from rubin_moe.loader.names import parse
 
-COPY_BYTES = 16 << 20  # held at a time
 
-
-def execute(source: Source, group: Group, options: Options, tally: Tally) -> Iterator[Piece]:
+def execute(source: Source, group: Group, options: Options, tally: Tally) -> Iterator[Piece | Span]:
     """Pieces in any order; ``tally`` is filled on the way.
 
     Raises:
@@ -42,11 +48,10 @@ def execute(source: Source, group: Group, options: Options, tally: Tally) -> Ite
         yield from _expert(source, group, options, tally)
 
 
-def _copy(source: Source, group: CopyGroup) -> Iterator[Piece]:
+def _copy(source: Source, group: CopyGroup) -> Iterator[Piece | Span]:
     entry, out = group.entry, group.out
     if entry.dtype == out.dtype and not group.reciprocal:
-        for offset, data in source.chunks(entry, COPY_BYTES):
-            yield Piece(out.name, offset, data)
+        yield Span(out.name, entry)
         return
     value = source.tensor(entry).float().reshape(())
     value = reciprocal(value) if group.reciprocal else value
@@ -68,9 +73,12 @@ def _linear(source: Source, group: LinearGroup, options: Options) -> Iterator[Pi
             yield Piece(name, 0, tensor)
 
 
-def _expert(source: Source, group: ExpertGroup, options: Options, tally: Tally) -> Iterator[Piece]:
+def _expert(
+    source: Source, group: ExpertGroup, options: Options, tally: Tally
+) -> Iterator[Piece | Span]:
     job = group.job
-    converted = _convert(source, group, options, tally)
+    kept = _kept_codes(group, options)
+    converted = _convert(source, group, options, tally, codes=not kept)
     if job.stacked is not None:
         yield from job.stacked.pieces(job.module, group.expert, converted, group.shapes)
         return
@@ -83,14 +91,35 @@ def _expert(source: Source, group: ExpertGroup, options: Options, tally: Tally) 
             continue
         assert job.dialect is not None
         parts = expert_parts(converted, name)
+        if kept:
+            del parts["qdata"]
+            yield Span(f"{shape.path}.{job.dialect.leaf('qdata')}", kept[name])
         if not shape.dec and "dec" in parts and float(parts["dec"]) != 1:
             raise ConvertError(f"{group}.{name}: a global scale {float(parts['dec'])} remains")
         for out, tensor in encode(job.dialect, shape, parts):
             yield Piece(out, 0, tensor)
 
 
+def _kept_codes(group: ExpertGroup, options: Options) -> Mapping[str, TensorEntry]:
+    """Projection -> its tensor of codes where all are written as they are; else empty."""
+    job = group.job
+    if job.spec is None or job.fmt is None or job.stacked is not None:
+        return {}
+    if not keeps_codes(job.spec.fmt, job.fmt, options):
+        return {}
+    found: dict[str, TensorEntry] = {}
+    for entry in group.entries:
+        parsed = parse(entry.name)
+        if parsed is None or parsed.slot is None or parsed.slot.expert is None:
+            return {}
+        reading = job.spec.dialect.read(parsed.slot.leaf)
+        if isinstance(reading, Reading) and reading.part == "qdata":
+            found[parsed.slot.projection] = entry
+    return found if found.keys() == group.shapes.keys() else {}
+
+
 def _convert(
-    source: Source, group: ExpertGroup, options: Options, tally: Tally
+    source: Source, group: ExpertGroup, options: Options, tally: Tally, codes: bool
 ) -> ExpertWeights | DenseExpert:
     job = group.job
     if job.spec is None:
@@ -103,11 +132,11 @@ def _convert(
         )
         tally.quantized(dense, weights)
     else:
-        stored = source.quantized(job.spec, job.module, group.expert, group.entries)
+        stored = source.quantized(job.spec, job.module, group.expert, group.entries, codes)
         if job.fmt is None:
             return decode_expert(stored)
         weights, report = recode(stored, job.fmt, options)
-        tally.folded(report)
+        tally.folded(weights, report)
     _check_codes(weights, str(group))
     return weights
 

@@ -1,11 +1,11 @@
 """Which files of an unfinished conversion are complete: one JSON line a file, written after it.
 
-A file counts only once its bytes are on disk (fsync) and its line is too, so that a kill at any
-moment repeats at most the file it interrupted. A last line that was cut short is no line.
+A line is written once its file's bytes are on disk (fsync), so that a kill at any moment repeats at
+most the file it interrupted. Lines themselves are left to the kernel: a machine that loses its
+power repeats the files of the last half minute. A last line that was cut short is no line.
 """
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rubin_moe.convert.tally import Tally
 from rubin_moe.errors import ConvertError
 
 NAME = "journal.jsonl"
+FILES = "files"
+"""Folder beside the journal that becomes the output."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Journal:
         for line in lines[1:]:
             pieces = tuple((int(a), int(b), int(c)) for a, b, c in line["pieces"])
             done = Finished(line["name"], line["size"], pieces, Tally.read(line["tally"]))
-            file = folder / done.name
+            file = folder / FILES / done.name
             if file.is_file() and file.stat().st_size == done.size:
                 self.finished[done.name] = done
         self._rewrite(fingerprint)
@@ -74,16 +76,12 @@ class Journal:
             f.write(json.dumps({"fingerprint": fingerprint}) + "\n")
             for done in self.finished.values():
                 f.write(_line(done))
-            f.flush()
-            os.fsync(f.fileno())
         fresh.replace(self.path)
 
     def add(self, done: Finished) -> None:
         """Notes a file whose bytes are on disk."""
         with self.path.open("a") as f:
             f.write(_line(done))
-            f.flush()
-            os.fsync(f.fileno())
         self.finished[done.name] = done
 
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from rubin_moe.formats.spec import MXFP4, NVFP4_UE4M3, NVFP4_UE5M3, BlockFormat
-from rubin_moe.loader.checkpoint import DTYPE_BITS
+from rubin_moe.loader.checkpoint import DTYPE_BITS, TensorEntry
 from rubin_moe.loader.compressed_tensors import COMPRESSED_MXFP4, COMPRESSED_NVFP4
 from rubin_moe.loader.dialect import Dialect, Part, Reading, Stacking
 from rubin_moe.loader.gpt_oss import GPT_OSS
@@ -55,6 +55,13 @@ class Piece(NamedTuple):
     tensor: str
     offset: int
     data: "Tensor"
+
+
+class Span(NamedTuple):
+    """A whole tensor whose bytes are those of a source tensor."""
+
+    tensor: str
+    entry: TensorEntry
 
 
 @dataclass(frozen=True)
@@ -105,25 +112,28 @@ def stores_divisor(dialect: Dialect | None) -> bool:
 
 
 def reciprocal(value: "Tensor") -> "Tensor":
-    """float32 whose own reciprocal is nearest to ``value``; exactly it where one is.
+    """float32 scalar whose own reciprocal is nearest to ``value``; exactly it where one is.
 
     Rounding ``1 / value`` and back can be one unit off although a neighbour is not.
     """
+    import numpy as np
     import torch
 
-    wide = value.double()
-    near = (1 / wide).float()
-    infinity = torch.full_like(near, torch.inf)
-    tried = torch.stack([near, torch.nextafter(near, infinity), torch.nextafter(near, -infinity)])
-    error = ((1 / tried.double()).float().double() - wide).abs()
-    return tried.gather(0, error.argmin(0, keepdim=True)).squeeze(0)
+    wide = np.float64(value.item())
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        near = np.float32(1 / wide)
+        above, below = (np.nextafter(near, np.float32(d)) for d in (np.inf, -np.inf))
+        best = min(near, above, below, key=lambda t: abs(np.float32(1 / np.float64(t)) - wide))
+    return torch.tensor(best)
 
 
 def encode(
     dialect: Dialect, shape: Shape, parts: "dict[Part, Tensor]"
 ) -> Iterator[tuple[str, "Tensor"]]:
-    """(tensor name, values as stored) of one matrix from its canonical parts."""
+    """(tensor name, values as stored) of one matrix from those canonical parts that are given."""
     for part, out in leaves(dialect, shape):
+        if part not in parts:
+            continue
         tensor = parts[part]
         if part in ("dec", "input_dec"):
             if stores_divisor(dialect):

@@ -29,9 +29,9 @@ def recode(
     reason = why_not(weights.fmt, target)
     if reason is not None:
         raise ConvertError(f"{weights.name}: {reason}")
-    if weights.fmt == MXFP4 and target == MXFP4:
-        return weights, FoldReport(weights.name, "none", MXFP4.name, MXFP4.name, ())
+    mode = fold_mode(weights.fmt, target, options)
+    if weights.fmt == target and (mode == "none" or target == MXFP4):
+        return weights, FoldReport(weights.name, "none", target.name, target.name, ())
     if weights.fmt == MXFP4:
         return mxfp4_to_nvfp4(weights, target.scale, force=options.force)
-    mode = fold_mode(weights.fmt, target, options)
     return fold(weights, mode, target.scale, force=options.force)

@@ -1,8 +1,8 @@
 """A whole conversion: plan, write, verify, appear.
 
-Everything is written to ``OUT.partial`` beside the output, and that folder gets its name only when
-every file is on disk and was read back. Until then there is no ``OUT``; a later call with the same
-source and options goes on after the last finished file, and gives the same bytes.
+Everything is written to a folder in ``OUT.partial``, beside its journal, and that folder becomes
+``OUT`` only when every file is on disk and was read back. Until then there is no ``OUT``; a later
+call with the same source and options goes on after the last finished file, to the same bytes.
 """
 
 import fcntl
@@ -11,13 +11,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from rubin_moe.convert.config import configs
-from rubin_moe.convert.journal import NAME, Journal
+from rubin_moe.convert.journal import FILES, Journal
 from rubin_moe.convert.options import Options
 from rubin_moe.convert.plan import Plan
 from rubin_moe.convert.planner import make_plan
@@ -92,24 +92,33 @@ def _run(
     jobs: int | None,
     report: Report,
 ) -> Outcome:
-    journal = Journal(partial, plan.fingerprint(_source_files(checkpoint)))
+    journal, files = Journal(partial, plan.fingerprint(_source_files(checkpoint))), partial / FILES
     todo = [i for i, s in enumerate(plan.shards) if s.name not in journal.finished]
-    _check_space(plan, partial, todo)
+    _check_space(plan, files, todo)
     resumed = len(plan.shards) - len(todo)
-    total = plan.source_bytes
-    for shard in plan.shards:
-        if shard.name in journal.finished:
-            report("convert", sum(g.nbytes for g in shard.groups), total)
+    read, whole = plan.source_bytes, plan.output_bytes
+
+    def reading(nbytes: int) -> None:
+        report("convert", nbytes, read)
+
+    def verifying(nbytes: int) -> None:
+        report("verify", nbytes, whole)
+
     jobs = _jobs(jobs, plan)
-    with Writer(checkpoint, plan.shards, partial, plan.options, jobs).running() as writer:
-        for index in todo:
-            journal.add(writer.write(index, lambda n: report("convert", n, total)))
-    whole = plan.output_bytes
-    sums = verify(plan, partial, journal.finished, lambda n: report("verify", n, whole))
+    sums: dict[str, int] = {}
     tally = Tally()
-    for shard in plan.shards:
-        tally.add(journal.finished[shard.name].tally)
-    _write_rest(checkpoint, plan, written, partial, sums, tally)
+    with Writer(checkpoint, plan.shards, files, plan.options, jobs).running() as writer:
+        for index, shard in enumerate(plan.shards):
+            before = journal.finished.get(shard.name)
+            if before is not None:
+                reading(sum(g.nbytes for g in shard.groups))
+            with writer.written(index, reading) if before is None else nullcontext(before) as done:
+                # while it goes to disk
+                sums[shard.name] = verify(shard, files / shard.name, done, verifying, writer.map)
+            if before is None:
+                journal.add(done)
+            tally.add(done.tally)
+    _write_rest(checkpoint, plan, written, files, sums, tally)
     _appear(partial, out)
     return Outcome(out, plan, tally, resumed)
 
@@ -127,7 +136,7 @@ def _work_folder(source: Path, out: Path) -> Path:
 def _held(partial: Path) -> Iterator[None]:
     """Makes the work folder; one conversion in it at a time."""
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        (partial / FILES).mkdir(parents=True, exist_ok=True)
         handle = (partial / _LOCK).open("w")
     except OSError as e:
         raise ConvertError(f"{partial}: cannot be written: {e.strerror}") from e
@@ -157,14 +166,14 @@ def _source_files(checkpoint: ModelCheckpoint) -> list[tuple[str, int, int]]:
     return [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
 
 
-def _check_space(plan: Plan, partial: Path, todo: list[int]) -> None:
-    there = [partial / plan.shards[i].name for i in todo]
+def _check_space(plan: Plan, files: Path, todo: list[int]) -> None:
+    there = [files / plan.shards[i].name for i in todo]
     held = sum(p.stat().st_blocks * 512 for p in there if p.exists())
     needed = sum(plan.shards[i].size for i in todo)
-    free = shutil.disk_usage(partial).free + held
+    free = shutil.disk_usage(files).free + held
     if needed and needed + min(_MARGIN, needed // 8) > free:
         raise ConvertError(
-            f"{partial.parent}: {needed:,} bytes needed, {free:,} free; nothing was written"
+            f"{files.parent}: {needed:,} bytes needed, {free:,} free; nothing was written"
         )
 
 
@@ -181,14 +190,14 @@ def _write_rest(
     checkpoint: ModelCheckpoint,
     plan: Plan,
     written: dict[str, dict[str, Any]],
-    partial: Path,
+    folder: Path,
     sums: dict[str, int],
     tally: Tally,
 ) -> None:
     """Index, configs, the record, and every other file of the source's folder."""
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_file() and path.name not in _CONFIGS and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, partial / path.name)
+            shutil.copyfile(path, folder / path.name)
     files: dict[str, Any] = dict(written)
     if len(plan.shards) > 1:
         weight_map = {o.name: s.name for s in plan.shards for o in s.outputs}
@@ -205,19 +214,20 @@ def _write_rest(
         "uncalibrated": {m: list(e) for m, e in plan.uncalibrated.items()},
     }
     for name, content in files.items():
-        (partial / name).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _appear(partial: Path, out: Path) -> None:
-    for path in partial.iterdir():
-        _sync(path)
-    for name in (NAME, _LOCK):
-        (partial / name).unlink()
-    _sync(partial)
+    files = partial / FILES
+    for path in files.iterdir():
+        if path.suffix != ".safetensors":  # those are on disk
+            _sync(path)
+    _sync(files)
     if out.exists():
-        raise ConvertError(f"{out}: appeared meanwhile; the result is in {partial.name}")
-    partial.rename(out)
+        raise ConvertError(f"{out}: appeared meanwhile; the result is in {partial.name}/{FILES}")
+    files.rename(out)
     _sync(out.resolve().parent)
+    shutil.rmtree(partial)
 
 
 def _sync(path: Path) -> None:

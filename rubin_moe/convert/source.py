@@ -6,7 +6,7 @@ is held is what was asked for. Rules about names, shapes and scales are the load
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -55,18 +55,18 @@ class Source:
         self.checkpoint = checkpoint
         self._files: dict[tuple[int, Path], int] = {}
 
-    def chunks(self, entry: TensorEntry, size: int) -> Iterator[tuple[int, Tensor]]:
-        """(offset in the tensor, uint8 bytes) pieces of at most ``size``."""
-        for start in range(0, entry.nbytes, size):
-            yield start, self.bytes(entry, start, min(size, entry.nbytes - start))
-
     def bytes(self, entry: TensorEntry, start: int, count: int) -> Tensor:
         """uint8 ``[count]`` of a tensor's bytes. Raises ConvertError that names it."""
         found = torch.empty(count, dtype=torch.uint8)
-        view, done = memoryview(found.numpy()), 0  # type: ignore[arg-type]
+        self.read_into(memoryview(found.numpy()), entry, start)  # type: ignore[arg-type]
+        return found
+
+    def read_into(self, view: memoryview, entry: TensorEntry, start: int) -> None:
+        """Fills ``view`` with a tensor's bytes from ``start`` on. Raises as `bytes` does."""
+        done = 0
         try:
             fd = self._open(entry.file)
-            while done < count:
+            while done < len(view):
                 got = os.preadv(fd, [view[done:]], entry.start + start + done)
                 if not got:
                     raise ConvertError(f"{entry.file.name}: ends within tensor {entry.name!r}")
@@ -75,7 +75,6 @@ class Source:
             raise ConvertError(
                 f"{entry.file.name}: tensor {entry.name!r} cannot be read: {e.strerror}"
             ) from e
-        return found
 
     def tensor(self, entry: TensorEntry, row: int | None = None) -> Tensor:
         """A tensor as stored, or ``[1, ...]``, one row of its first axis."""
@@ -102,21 +101,49 @@ class Source:
     # -- one expert ------------------------------------------------------------------------------
 
     def quantized(
-        self, spec: ExpertsSpec, module: str, expert: int, entries: Sequence[TensorEntry]
+        self,
+        spec: ExpertsSpec,
+        module: str,
+        expert: int,
+        entries: Sequence[TensorEntry],
+        codes: bool = True,
     ) -> ExpertWeights:
         """One expert of an FP4 module; ``entries`` are its own and the stacked ones.
+
+        Args:
+            codes: read them; else ``qdata`` has shapes only (on torch's meta device).
 
         Raises:
             CheckpointError: see `ExpertAssembler`.
         """
+        if not codes:
+            try:
+                return self._assemble(spec, module, expert, entries, codes=False)
+            except CheckpointError:
+                pass  # what is wrong with a scale is told by the codes under it
+        return self._assemble(spec, module, expert, entries, codes=True)
+
+    def _assemble(
+        self,
+        spec: ExpertsSpec,
+        module: str,
+        expert: int,
+        entries: Sequence[TensorEntry],
+        codes: bool,
+    ) -> ExpertWeights:
         has_inputs = any(_part(spec, e) == "input_dec" for e in entries)
         inputs: InputScales = "keep" if has_inputs else "ignore"
         if all(_slot(e).expert is not None for e in entries):
             assembler = ExpertAssembler(
-                spec, Shard(expert_ids=(expert,)), module, input_scales=inputs
+                spec, Shard(expert_ids=(expert,)), module, input_scales=inputs, codes=codes
             )
             for entry in entries:
-                assembler.add(entry.name, self.tensor(entry))
+                if codes or _part(spec, entry) != "qdata":
+                    assembler.add(entry.name, self.tensor(entry))
+                else:
+                    dtype = TORCH_DTYPES[entry.dtype]
+                    empty = torch.empty(entry.shape, dtype=dtype, device="meta")
+                    assembler.add(entry.name, empty)
             return assembler.finish()
         alone = replace(spec, num_experts=1)
         assembler = ExpertAssembler(alone, name=f"{module}[{expert}]", input_scales=inputs)

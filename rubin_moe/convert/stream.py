@@ -1,7 +1,8 @@
 """Writes one output file: header first, then every group's bytes at their known offsets.
 
 Groups are independent, so that worker processes share a file and each holds one group. Workers are
-forked before torch has computed anything and end with their parent, however that ends.
+forked before torch has computed anything and end with their parent, however that ends. The disk is
+kept busy while they compute: what is written goes there at once and not only at the end.
 """
 
 import ctypes
@@ -9,20 +10,21 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rubin_moe.convert.journal import Finished
 from rubin_moe.convert.options import Options
 from rubin_moe.convert.plan import Shard
 from rubin_moe.convert.tally import Tally
 from rubin_moe.errors import ConvertError
+from rubin_moe.loader.checkpoint import TensorEntry
 from rubin_moe.loader.load import ModelCheckpoint
 
 Progress = Callable[[int], None]
@@ -30,6 +32,14 @@ Progress = Callable[[int], None]
 
 WORKER_BYTES = 64 << 20
 """Tensor bytes that are worth a process of their own."""
+
+COPY_BYTES = 128 << 10
+"""Held at a time of what is copied: stays in a core's cache from read to checksum to write."""
+
+_LIBC = ctypes.CDLL(None)
+_SYNC_FILE_RANGE_WRITE = 2
+_Call = TypeVar("_Call")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Writer:
         self._folder, self._jobs = folder, jobs
         self._shards = tuple(shards)
         self._source: Any = None
+        self._buffer = memoryview(bytearray(COPY_BYTES))
 
     @contextmanager
     def running(self) -> Iterator["Writer"]:
@@ -65,9 +76,12 @@ class Writer:
         self._pool: ProcessPoolExecutor | None = None
         try:
             if self._jobs > 1:
+                from rubin_moe.convert import execute  # noqa: F401  imported once, not by each
+
                 self._pool = ProcessPoolExecutor(
                     self._jobs, get_context("fork"), _start_worker, (os.getpid(),)
                 )
+                self._pool.submit(os.getpid).result()  # forks now: there are no threads yet
             yield self
         finally:
             if self._pool is not None:
@@ -76,8 +90,9 @@ class Writer:
                 self._source.close()
             _WRITER = None
 
-    def write(self, index: int, progress: Progress) -> Finished:
-        """One whole file, on disk when this returns.
+    @contextmanager
+    def written(self, index: int, progress: Progress) -> Iterator[Finished]:
+        """One whole file: complete on entering, on disk on leaving.
 
         Raises:
             ConvertError: the disk is full or not writable, a worker died; anything `execute`
@@ -88,40 +103,49 @@ class Writer:
         pieces = [(0, len(shard.header), zlib.crc32(shard.header))]
         tally = Tally()
         try:
-            with path.open("wb") as f:
-                f.write(shard.header)
+            with path.open("wb") as f:  # open all along: hears of every disk error
+                _write_all(f.fileno(), memoryview(shard.header), 0)
                 f.truncate(shard.size)
-            for done in self._results(index, len(shard.groups)):
-                pieces += done.pieces
-                tally.add(done.tally)
-                progress(done.nbytes)
-            with path.open("rb") as f:
-                os.fsync(f.fileno())
+                calls = [(index, g) for g in range(len(shard.groups))]
+                # In order, so that what is summed in floating point is the same each time.
+                for done in self.map(_run, calls, chunksize=4):
+                    pieces += done.pieces
+                    tally.add(done.tally)
+                    progress(done.nbytes)
+                pieces.sort()
+                with ThreadPoolExecutor(1) as disk:
+                    synced = disk.submit(os.fsync, f.fileno())
+                    yield Finished(shard.name, shard.size, tuple(pieces), tally)
+                    synced.result()
         except OSError as e:
             raise ConvertError(
                 f"{path.name}: cannot be written: {e.strerror}; finished files are kept in "
-                f"{self._folder.name}, the same command goes on from there"
+                f"{self._folder.parent.name}, the same command goes on from there"
             ) from e
-        pieces.sort()
-        return Finished(shard.name, shard.size, tuple(pieces), tally)
 
-    def _results(self, index: int, count: int) -> Iterator[Done]:
-        calls = [(index, g) for g in range(count)]
+    def map(
+        self, function: Callable[[_Call], _Result], calls: Sequence[_Call], chunksize: int = 1
+    ) -> Iterator[_Result]:
+        """Results in the order of ``calls``, computed by the workers.
+
+        Raises:
+            ConvertError: a worker died. What ``function`` raises comes as it is.
+        """
         if self._pool is None:
-            yield from map(_run, calls)
+            yield from map(function, calls)
             return
         try:
-            # In order, so that what is summed in floating point is the same each time.
-            yield from self._pool.map(_run, calls, chunksize=4)
+            yield from self._pool.map(function, calls, chunksize=chunksize)
         except BrokenProcessPool as e:
             raise ConvertError(
-                f"{self._shards[index].name}: a worker process died (killed, or out of memory); "
+                f"{self._folder.parent.name}: a worker process died (killed, or out of memory); "
                 "the same command goes on from the last finished file"
             ) from e
 
     def run(self, index: int, number: int) -> Done:
         """Writes one group; called in a worker."""
         from rubin_moe.convert.execute import execute
+        from rubin_moe.convert.output import Span
         from rubin_moe.convert.source import Source
 
         if self._source is None:
@@ -131,14 +155,29 @@ class Writer:
         written: list[tuple[int, int, int]] = []
         fd = os.open(self._folder / shard.name, os.O_WRONLY)
         try:
-            for piece in execute(self._source, group, self._options, tally):
-                start = shard.starts[piece.tensor] + piece.offset
-                data = _view(piece.data)
+            for made in execute(self._source, group, self._options, tally):
+                start = shard.starts[made.tensor]
+                if isinstance(made, Span):
+                    crc = self._copy(made.entry, fd, start)
+                    written.append((start, start + made.entry.nbytes, crc))
+                    continue
+                start, data = start + made.offset, _view(made.data)
                 _write_all(fd, data, start)
                 written.append((start, start + len(data), zlib.crc32(data)))
+            _start_writeback(fd)
         finally:
             os.close(fd)
         return Done(written, tally, group.nbytes)
+
+    def _copy(self, entry: TensorEntry, fd: int, start: int) -> int:
+        """A source tensor's bytes to an offset of the output; their CRC-32."""
+        crc = 0
+        for at in range(0, entry.nbytes, COPY_BYTES):
+            data = self._buffer[: min(COPY_BYTES, entry.nbytes - at)]
+            self._source.read_into(data, entry, at)
+            crc = zlib.crc32(data, crc)
+            _write_all(fd, data, start + at)
+        return crc
 
 
 _WRITER: Writer | None = None  # inherited by forked workers
@@ -162,6 +201,12 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
+def _start_writeback(fd: int) -> None:
+    """Asks the kernel to write a file's dirty pages to disk, and does not wait for it."""
+    if sys.platform == "linux":
+        _LIBC.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+
+
 def _start_worker(parent: int) -> None:
     """One thread, no Ctrl-C of its own, and an end with the parent."""
     import torch
@@ -169,6 +214,6 @@ def _start_worker(parent: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

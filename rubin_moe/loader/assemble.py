@@ -53,6 +53,8 @@ class ExpertAssembler:
         name: module name in the checkpoint, for messages.
         input_scales: overrides what ``spec.scheme`` asks for.
         checks: strictness and repairs of scales.
+        codes: hold them; else tensors of codes are given, checked and held as shapes only (on
+            torch's meta device), and a NaN block scale cannot be judged.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class ExpertAssembler:
         *,
         input_scales: InputScales | None = None,
         checks: ScaleChecks | None = None,
+        codes: bool = True,
     ) -> None:
         self.spec, self.name = spec, name
+        self._codes_on = "cpu" if codes else "meta"
         self.shard = shard or Shard()
         self.repairs = Repairs()
         self._checks = checks or ScaleChecks()
@@ -89,7 +93,7 @@ class ExpertAssembler:
         e, fmt = len(self.expert_ids), self.spec.fmt
         padded = self.columns.padded != self.columns.width
         return ProjectionWeights(
-            qdata=_bytes((e, n, fmt.packed_k(k)), padded),
+            qdata=_bytes((e, n, fmt.packed_k(k)), padded, self._codes_on),
             sf=_bytes((e, n, fmt.scales_k(k)), padded),
             dec=_reals((e, halves), 1.0),
             bias=_reals((e, n), 0.0) if self.spec.has_bias else None,
@@ -270,10 +274,10 @@ class ExpertAssembler:
 
 
 # Servers set a default device and dtype while they load: neither is meant for these.
-def _bytes(shape: tuple[int, int, int], padded: bool) -> Tensor:
+def _bytes(shape: tuple[int, int, int], padded: bool, device: str = "cpu") -> Tensor:
     """uint8; zeros only where some bytes will not be written."""
     make = torch.zeros if padded else torch.empty
-    return make(shape, dtype=torch.uint8, device="cpu")
+    return make(shape, dtype=torch.uint8, device=device)
 
 
 def _reals(shape: tuple[int, int], value: float) -> Tensor:

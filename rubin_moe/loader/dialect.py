@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeAlias
 
 from rubin_moe.formats.spec import BlockFormat
@@ -85,11 +86,18 @@ class Dialect:
 
     def leaf(self, part: Part) -> str:
         """The producer's name of a part, for messages; the part's own if there is none."""
-        for name in LEAVES:
-            reading = self.read(name)
-            if isinstance(reading, Reading) and reading.part == part:
-                return name
-        return part
+        return _leaves(self).get(part, part)
 
     def __str__(self) -> str:
         return self.name
+
+
+@cache
+def _leaves(dialect: Dialect) -> dict[Part, str]:
+    """The first name of each part."""
+    found: dict[Part, str] = {}
+    for name in LEAVES:
+        reading = dialect.read(name)
+        if isinstance(reading, Reading):
+            found.setdefault(reading.part, name)
+    return found

@@ -16,7 +16,7 @@ gives the same bytes. NVFP4 stays NVFP4: group 16 with UE4M3 or UE5M3 scales.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import torch
@@ -153,6 +153,7 @@ class FoldBuilder:
         self.values = CODECS[source.fmt.scale].table
         self._new = {"w13": _own_scales(source.w13), "w2": _own_scales(source.w2)}
         self._entries: list[FoldEntry] = []
+        self._counts: dict[tuple[str, int, int], Tensor] = {}
 
     def where(self, slot: Slot) -> str:
         return f"{self.source.name} expert {self.source.expert_ids[slot.expert]} {slot.part}"
@@ -165,36 +166,41 @@ class FoldBuilder:
 
     def counts(self, slot: Slot) -> Tensor:
         """int64 ``[256]``: how often each scale code occurs. Raises on a code without a value."""
+        key = slot.proj, slot.expert, slot.half
+        if key in self._counts:
+            return self._counts[key]
         codes = slot.of(slot.projection(self.source).sf)
-        counts = torch.bincount(codes.reshape(-1).int(), minlength=256)
-        bad = counts[self.values.isnan()]
-        if bad.any():
+        counts = torch.bincount(codes.reshape(-1), minlength=256)
+        bad = int(counts[CODECS[self.source.fmt.scale].max_code + 1 :].sum())
+        if bad:
             raise FormatError(
-                f"{self.where(slot)}: {int(bad.sum())} of {codes.numel()} block scales are no "
+                f"{self.where(slot)}: {bad} of {codes.numel()} block scales are no "
                 f"{self.source.fmt.scale} value (NaN or a set sign bit)"
             )
+        self._counts[key] = counts
         return counts
 
     def rescale(self, slot: Slot, factor: float, shift: int, alpha: float) -> None:
         """Stores ``round(sf * factor)``; a new code depends on the old one alone."""
         counts = self.counts(slot)
-        wanted = self.values.nan_to_num(0.0) * factor
-        table = self.codec.encode(wanted)
+        made = _rescaled(self.source.fmt.scale, self.target.scale, factor)
         codes = slot.of(slot.projection(self.source).sf)
-        self._store(slot, table[codes.int()], alpha)
-        got = self.codec.decode(table, torch.float64)
-        relative = ((got - wanted).abs() / wanted).nan_to_num(0.0)
-        seen = counts * (wanted > 0)
-        number = max(1, int(seen.sum()))
+        new = made.table.index_select(0, codes.reshape(-1).int())
+        self._store(slot, new.view(codes.shape), alpha)
+        rerounded = int(counts[made.changed].sum())
+        if not rerounded:
+            self._add(slot, shift, alpha)
+            return
+        seen = counts * made.alive
         self._add(
             slot,
             shift,
             alpha,
-            rerounded=int(seen[got != wanted].sum()),
-            flushed=int(seen[got == 0].sum()),
-            saturated=int(seen[wanted > self.codec.max].sum()),
-            max_rel_err=float(relative[seen > 0].max()) if seen.any() else 0.0,
-            mean_rel_err=float((relative * seen).sum()) / number,
+            rerounded=rerounded,
+            flushed=int(seen[made.table == 0].sum()),
+            saturated=int(seen[made.saturated].sum()),
+            max_rel_err=float(made.rel_err[seen > 0].max()),
+            mean_rel_err=float((made.rel_err * seen).sum()) / int(seen.sum()),
         )
 
     def requantize(self, slot: Slot) -> None:
@@ -265,6 +271,39 @@ class FoldBuilder:
         self._entries.append(entry)
 
 
+@dataclass(frozen=True)
+class _Rescaled:
+    """What becomes of each of the 256 codes of a scale type; all tensors ``[256]``.
+
+    Attributes:
+        table: uint8, new code; rel_err: float64, of the new value.
+        alive: the old value is positive; changed: the new one is another than wanted;
+            saturated: wanted was above the target's largest.
+    """
+
+    table: Tensor
+    rel_err: Tensor
+    alive: Tensor
+    changed: Tensor
+    saturated: Tensor
+
+
+@lru_cache(maxsize=256)  # experts are few powers of two apart
+def _rescaled(source: ScaleType, target: ScaleType, factor: float) -> _Rescaled:
+    codec = CODECS[target]
+    assert isinstance(codec, Minifloat)
+    wanted = CODECS[source].table.nan_to_num(0.0) * factor
+    table = codec.encode(wanted)
+    got = codec.decode(table, torch.float64)
+    return _Rescaled(
+        table=table,
+        rel_err=((got - wanted).abs() / wanted).nan_to_num(0.0),
+        alive=wanted > 0,
+        changed=got != wanted,
+        saturated=wanted > codec.max,
+    )
+
+
 def refuse_loss(report: FoldReport, max_mean_error: float) -> None:
     """Raises FoldError if an expert lost more than ``max_mean_error`` or has a saturated block."""
     bad = [e for e in report.entries if e.mean_rel_err > max_mean_error or e.saturated]
@@ -312,27 +351,30 @@ def _own_scales(proj: ProjectionWeights) -> ProjectionWeights:
 
 def _nearest_exact(out: FoldBuilder, slot: Slot, k: int) -> int:
     """The exponent nearest to k that keeps every block of the slot exact."""
-    present = (out.counts(slot) > 0) & (out.values > 0)
-    if not present.any():
+    values, lowest_bit = _code_values(out.source.fmt.scale)
+    present = [c for c, count in enumerate(out.counts(slot).tolist()) if count and values[c] > 0]
+    if not present:
         return k
-    low = int(_lowest_bit(out.source.fmt.scale)[present].min())
-    least = round(math.log2(out.codec.min_subnormal)) - low
-    most = math.floor(math.log2(out.codec.max / float(out.values[present].max())))
+    smallest, largest = values[present[0]], values[present[-1]]
+    least = round(math.log2(out.codec.min_subnormal)) - min(lowest_bit[c] for c in present)
+    most = math.floor(math.log2(out.codec.max / largest))
     if least > most:
         raise FoldError(
-            f"{out.where(slot)}: no power of two brings its block scales, "
-            f"{float(out.values[present].min()):.3g} to {float(out.values[present].max()):.3g}, "
-            f"into {out.target.scale} exactly; mode 'full' rounds them and says by how much"
+            f"{out.where(slot)}: no power of two brings its block scales, {smallest:.3g} to "
+            f"{largest:.3g}, into {out.target.scale} exactly; mode 'full' rounds them and says by "
+            "how much"
         )
     return min(max(k, least), most)
 
 
 @cache
-def _lowest_bit(scale: ScaleType) -> Tensor:
-    """int64 ``[256]``: exponent of the lowest set bit of each code's value."""
-    mantissa, exponent = torch.frexp(CODECS[scale].table.nan_to_num(0.0))
+def _code_values(scale: ScaleType) -> tuple[list[float], list[int]]:
+    """Of each code: its value, 0 for NaN; the exponent of the value's lowest set bit."""
+    table = CODECS[scale].table.nan_to_num(0.0)
+    mantissa, exponent = torch.frexp(table)
     odd = (mantissa * 16).long()  # at most four significant bits
-    return exponent - 4 + torch.log2((odd & -odd).clamp(min=1).double()).long()
+    lowest = exponent - 4 + torch.log2((odd & -odd).clamp(min=1).double()).long()
+    return table.tolist(), lowest.tolist()
 
 
 def _only_smaller_is_exact(weights: ExpertWeights, expert: int, both: list[float]) -> bool:

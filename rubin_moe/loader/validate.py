@@ -12,19 +12,14 @@ import torch
 from torch import Tensor
 
 from rubin_moe.errors import CheckpointError
-from rubin_moe.formats.spec import BlockFormat, ScaleType
+from rubin_moe.formats.scales import CODECS
+from rubin_moe.formats.spec import BlockFormat
 
 Repair: TypeAlias = Literal["zero_blocks", "saturate_nan", "input_scales"]
 """``zero_blocks``: a NaN scale of a block of zeros becomes zero. ``saturate_nan``: any other NaN
 scale becomes the largest finite one (a float32 cast to E4M3 without a clamp gives NaN above 464,
 Model-Optimizer PR 1397). ``input_scales``: a missing, zero or subnormal one becomes the largest of
 the layer's."""
-
-# Codes from here up are no scales: NaN (UE4M3, UE5M3, UE8M0) and, for UE4M3, a sign bit.
-_FIRST_BAD: dict[ScaleType, int] = {"ue4m3": 0x7F, "ue5m3": 0xFF, "ue8m0": 0xFF}
-_LARGEST: dict[ScaleType, int] = {"ue4m3": 0x7E, "ue5m3": 0xFE, "ue8m0": 0xFE}
-_MANTISSA_BITS: dict[ScaleType, int] = {"ue4m3": 3, "ue5m3": 3, "ue8m0": 0}
-_BIAS: dict[ScaleType, int] = {"ue4m3": 7, "ue5m3": 15, "ue8m0": 127}
 
 SMALLEST_NORMAL = 2.0**-126
 
@@ -66,7 +61,8 @@ def check_block_scales(
     Raises:
         CheckpointError: names the first bad scale's row, column and code.
     """
-    if not sf.numel() or int(sf.max()) < _FIRST_BAD[fmt.scale]:
+    last = CODECS[fmt.scale].max_code  # above: NaN and, for UE4M3, a sign bit
+    if not sf.numel() or int(sf.max()) <= last:
         return
     nan = sf == 0xFF if fmt.scale != "ue4m3" else (sf & 0x7F) == 0x7F
     negative = (sf >= 0x80) & ~nan if fmt.scale == "ue4m3" else torch.zeros_like(nan)
@@ -76,11 +72,13 @@ def check_block_scales(
             f"{where}: block scale [{row}, {col}] is {code:#04x}, negative; "
             f"{int(negative.sum())} such scales"
         )
+    if qdata.is_meta:
+        raise CheckpointError(f"{where}: {int(nan.sum())} block scales are NaN")
     blocks = qdata.reshape(*sf.shape, -1)
     zeros = ((blocks & 0x77) == 0).all(-1)
     for kind, where_nan, code in (
         ("zero_blocks", nan & zeros, 0),
-        ("saturate_nan", nan & ~zeros, _LARGEST[fmt.scale]),
+        ("saturate_nan", nan & ~zeros, last),
     ):
         if not where_nan.any():
             continue
@@ -107,15 +105,11 @@ def check_global(value: float, where: str) -> None:
 
 
 def largest_scales(sf: Tensor, dec: Tensor, fmt: BlockFormat) -> Tensor:
-    """float64 ``[E, halves]``: largest block scale times global, of uint8 ``[E, N, S]``."""
+    """float64 ``[E, halves]``: largest block scale times global, of uint8 ``[E, N, S]``; codes are
+    in ascending order of value."""
     e, halves = dec.shape
-    codes = sf.reshape(e, halves, -1).amax(-1).to(torch.int64)
-    bits, bias = _MANTISSA_BITS[fmt.scale], _BIAS[fmt.scale]
-    exponent, mantissa = codes >> bits, (codes & ((1 << bits) - 1)).double() / (1 << bits)
-    normal = (1 + mantissa) * torch.exp2((exponent - bias).double())
-    if bits:
-        normal = torch.where(exponent > 0, normal, mantissa * 2.0 ** (1 - bias))
-    return normal * dec.double()
+    codes = sf.reshape(e, halves, -1).amax(-1)
+    return CODECS[fmt.scale].decode(codes, torch.float64) * dec.double()
 
 
 def check_spread(

@@ -45,19 +45,19 @@ def test_a_kill_at_any_moment_gives_the_same_bytes_in_the_end(source, tmp_path, 
 def test_finished_files_are_not_written_again(source, tmp_path, monkeypatch):
     """Dies in the fourth file: the first three stay, and only the rest is written."""
     options, out = Options("nvfp4-ue5m3", max_shard_bytes=20_000), tmp_path / "b"
-    real, calls = stream.Writer.write, []
+    real, calls = stream.Writer.written, []
 
-    def write(self, index, progress):
+    def written(self, index, progress):
         if len(calls) == 3:
             raise KeyboardInterrupt
         calls.append(index)
         return real(self, index, progress)
 
-    monkeypatch.setattr(stream.Writer, "write", write)
+    monkeypatch.setattr(stream.Writer, "written", written)
     with pytest.raises(KeyboardInterrupt):
         convert(source, out, options, jobs=1)
     assert not out.exists()
-    monkeypatch.setattr(stream.Writer, "write", real)
+    monkeypatch.setattr(stream.Writer, "written", real)
     outcome = convert(source, out, options, jobs=1)
     assert outcome.resumed == 3
     convert(source, tmp_path / "whole", options, jobs=1)
@@ -66,14 +66,14 @@ def test_finished_files_are_not_written_again(source, tmp_path, monkeypatch):
 
 def test_a_torn_journal_line_and_a_changed_file_are_noticed(source, tmp_path, monkeypatch):
     options, out = Options("nvfp4-ue5m3", max_shard_bytes=20_000), tmp_path / "b"
-    monkeypatch.setattr("rubin_moe.convert.run.verify", lambda *_: 1 / 0)
+    monkeypatch.setattr("rubin_moe.convert.run._write_rest", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(source, out, options, jobs=1)
     monkeypatch.undo()
     partial = tmp_path / "b.partial"
     journal = partial / "journal.jsonl"
     journal.write_text(journal.read_text()[:-10])  # the last line is torn
-    first = sorted(partial.glob("*.safetensors"))[0]
+    first = sorted(partial.glob("files/*.safetensors"))[0]
     data = bytearray(first.read_bytes())
     data[-1] ^= 1
     first.write_bytes(data)
@@ -83,7 +83,7 @@ def test_a_torn_journal_line_and_a_changed_file_are_noticed(source, tmp_path, mo
 
 
 def test_another_conversion_in_the_work_folder_is_not_mixed_in(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("rubin_moe.convert.run.verify", lambda *_: 1 / 0)
+    monkeypatch.setattr("rubin_moe.convert.run._write_rest", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(source, tmp_path / "b", Options("nvfp4-ue5m3"), jobs=1)
     monkeypatch.undo()
@@ -126,14 +126,14 @@ def test_a_read_error_names_the_tensor(source, tmp_path, monkeypatch):
 
 def test_a_source_cut_short_under_the_conversion_names_the_tensor(tmp_path, monkeypatch):
     path, _ = write_fp4(tmp_path / "a", "modelopt")
-    real = stream.Writer.write
+    real = stream.Writer.written
 
-    def write(self, index, progress):
+    def written(self, index, progress):
         with (path / "model.safetensors").open("r+b") as f:
             f.truncate(30_000)
         return real(self, index, progress)
 
-    monkeypatch.setattr(stream.Writer, "write", write)
+    monkeypatch.setattr(stream.Writer, "written", written)
     with pytest.raises(ConvertError, match="ends within tensor"):
         convert(path, tmp_path / "b", Options("nvfp4-ue5m3"), jobs=1)
 
