@@ -5,7 +5,7 @@ issues. A policy decides when its effects on memory happen (``perform``) and whe
 announced (``complete``: arrivals on mbarriers, the end of a bulk group). :class:`ImmediatePolicy`
 does both at issue, which is a legal execution of a correctly synchronised kernel and hides missing
 waits. :class:`DelayPolicy` holds operations back and reorders them within what the pipes keep in
-order.
+order: the effects of an operation may be there long before it is announced, never after.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ class AsyncOperation:
     done: bool = False
     performed: bool = False
 
-    def finish(self) -> None:
-        """Perform (unless that happened) and complete."""
+    def start(self) -> None:
+        """Perform, unless that happened."""
         if not self.performed:
-            self.perform()
             self.performed = True
-        self.complete()
-        self.done = True
+            self.perform()
+
+    def finish(self) -> None:
+        """Perform and complete, unless that happened."""
+        self.start()
+        if not self.done:
+            self.done = True
+            self.complete()
 
 
 class Policy(Protocol):
@@ -55,6 +60,9 @@ class Policy(Protocol):
 
     def advance(self) -> bool:
         """Let time pass: finish something. False when nothing is outstanding."""
+
+    def drain(self, pipe: tuple[object, ...]) -> None:
+        """Finish all of a pipe."""
 
     def outstanding(self) -> list[AsyncOperation]:
         """Operations that have issued and not completed."""
@@ -73,6 +81,9 @@ class ImmediatePolicy:
         """Nothing is ever outstanding."""
         return False
 
+    def drain(self, pipe: tuple[object, ...]) -> None:
+        """Nothing is ever outstanding."""
+
     def outstanding(self) -> list[AsyncOperation]:
         """None."""
         return []
@@ -82,8 +93,8 @@ class ImmediatePolicy:
 class DelayPolicy:
     """Operations wait in their pipes; a seeded generator chooses which pipe moves, and when.
 
-    ``eagerness`` is the chance that an issue also finishes something. Two runs with one seed are
-    the same.
+    A move performs the next operation of the pipe or completes its first one. ``eagerness`` is the
+    chance that an issue also moves something. Two runs with one seed are the same.
     """
 
     seed: int
@@ -101,16 +112,25 @@ class DelayPolicy:
             self.advance()
 
     def advance(self) -> bool:
-        """Finish the head of a pipe chosen at random."""
+        """Move a pipe chosen at random by one step."""
         if not self._pipes:
             return False
         pipe = self._random.choice(list(self._pipes))
         queue = self._pipes[pipe]
+        waiting = next((operation for operation in queue if not operation.performed), None)
+        if waiting is not None and (waiting is queue[0] or self._random.random() < 0.5):
+            waiting.start()
+            return True
         operation = queue.popleft()
         if not queue:
             del self._pipes[pipe]
         operation.finish()
         return True
+
+    def drain(self, pipe: tuple[object, ...]) -> None:
+        """Finish all of a pipe, in order."""
+        for operation in self._pipes.pop(pipe, ()):
+            operation.finish()
 
     def outstanding(self) -> list[AsyncOperation]:
         """Everything queued, pipe by pipe."""

@@ -413,8 +413,21 @@ class Emitter:
             b.label(f"body.{number}")
         self.mask = self.field("mask", I32)
         self.mask_vector = self.mask.bits_as(V1)
+        if number in self.lowered.awaits:
+            self._await_loads(number)
         counts = self.field("counts", PTR)
         b.set_field(counts, 8 * number, b.field(counts, 8 * number, I64) + 1)
+
+    def _await_loads(self, number: int) -> None:
+        """Let Python perform what the warp has loaded from tensor memory, then start again."""
+        b = self.b
+        ready, wait = b.fresh("loaded"), b.fresh("await")
+        b.cond_br(self.field("pending_loads", I32).eq(0), ready, wait)
+        b.label(wait)
+        self.set_field("exec", self.mask)
+        self.index = len(self.entry.instructions)  # the site that stands for it
+        self.leave(Outcome.UNIT, number)
+        b.label(ready)
 
     def rendezvous(self, members: Val | None) -> None:
         """Before a collective: wait until the live lanes of ``members`` (None: all) are here."""

@@ -26,7 +26,7 @@ from rubin_moe.emulator.isa import (
     move,
     warp,
 )
-from rubin_moe.emulator.isa.handoff import UnitSite, plan_site
+from rubin_moe.emulator.isa.handoff import UnitSite, plan_site, results_site
 from rubin_moe.emulator.lower import DEFERRED_FAMILIES, UNIT_FAMILIES, Lowered, lower
 from rubin_moe.emulator.native.compiler import (
     NativeCode,
@@ -160,6 +160,8 @@ def compile_entry(
         for index, family in enumerate(lowered.families)
         if family.name in units
     }
+    if lowered.awaits:
+        sites[len(lowered.families)] = results_site(len(lowered.families))
     return CompiledEntry(
         name=entry.name,
         target=module.target,
@@ -173,7 +175,10 @@ def compile_entry(
         layout=lowered.layout,
         segments=_segment_counts(lowered),
         sites=sites,
-        instructions=tuple(_site_info(ins, checked) for ins in entry.instructions),
+        instructions=(
+            *(_site_info(ins, checked) for ins in entry.instructions),
+            SiteInfo("registers of tcgen05.ld", 0),  # the site that results_site makes
+        ),
         max_threads=threads,
         cluster=_directive(entry, "reqnctapercluster"),
         code=code,

@@ -59,6 +59,7 @@ class Lowered:
     loop_heads: set[int]  # segments that a backward branch targets
     layout: RegisterLayout
     unwritten: frozenset[str]  # registers that may be read before they are written
+    awaits: set[int]  # segments that start with a touch of what a deferred tcgen05.ld writes
 
 
 def registers_in(operand: Operand | None, entry: Entry) -> list[str]:
@@ -90,13 +91,13 @@ def defs_and_uses(ins: Instruction, family: Family, entry: Entry) -> tuple[list[
     return defs, uses
 
 
-def loads_by_register(lowered: Lowered) -> dict[str, tuple[int, ...]]:
+def loads_by_register(entry: Entry, families: list[Family]) -> dict[str, tuple[int, ...]]:
     """Numbers of the tcgen05.ld that write each register; they are counted in program order."""
     found: dict[str, list[int]] = {}
     loads = 0
-    for ins, family in zip(lowered.entry.instructions, lowered.families, strict=True):
+    for ins, family in zip(entry.instructions, families, strict=True):
         if family.name == "tmem_load":
-            for name in defs_and_uses(ins, family, lowered.entry)[0]:
+            for name in defs_and_uses(ins, family, entry)[0]:
                 found.setdefault(name, []).append(loads)
             loads += 1
     return {name: tuple(numbers) for name, numbers in found.items()}
@@ -135,6 +136,28 @@ def _cut(entry: Entry, families: list[Family]) -> tuple[list[tuple[int, int]], s
             cuts.add(index)
     ordered = sorted(cuts | targets)
     return list(pairwise(ordered)), targets
+
+
+def _cut_before_results(
+    entry: Entry, families: list[Family], spans: list[tuple[int, int]]
+) -> tuple[list[tuple[int, int]], set[int]]:
+    """Cut before the first instruction of a span that touches what a tcgen05.ld writes: the load
+    may not have happened yet. Also the numbers of the spans that start with such an one."""
+    loaded = set(loads_by_register(entry, families))
+    out: list[tuple[int, int]] = []
+    awaits: set[int] = set()
+    for start, stop in spans:
+        for index in range(start, stop):
+            writes, reads = defs_and_uses(entry.instructions[index], families[index], entry)
+            touched = reads if families[index].name == "tmem_load" else writes + reads
+            if not loaded.isdisjoint(touched):
+                if index > start:
+                    out.append((start, index))
+                    start = index
+                awaits.add(len(out))
+                break
+        out.append((start, stop))
+    return out, awaits
 
 
 class _Liveness:
@@ -222,6 +245,9 @@ def lower(entry: Entry, deferred: bool = False, checked: bool = False) -> Lowere
             for family in families
         ]
     spans, targets = _cut(entry, families)
+    awaits: set[int] = set()
+    if deferred:
+        spans, awaits = _cut_before_results(entry, families, spans)
     liveness = _Liveness(entry, families, spans)
     after, at_entry = liveness.solve()
     live_out = [liveness.expand(mask) for mask in after]
@@ -243,4 +269,6 @@ def lower(entry: Entry, deferred: bool = False, checked: bool = False) -> Lowere
     joins = {segment_at[target] for target in targets}
     layout = RegisterLayout.of(vectors, predicates, checked)
     unwritten = liveness.expand(at_entry)
-    return Lowered(entry, families, segments, segment_at, joins, loop_heads, layout, unwritten)
+    return Lowered(
+        entry, families, segments, segment_at, joins, loop_heads, layout, unwritten, awaits
+    )

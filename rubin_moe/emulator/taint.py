@@ -75,7 +75,7 @@ class CheckedEmitter(Emitter):
         self._wrote: list[str] = []
         self._pending: list[tuple[Val, int, int]] = []
         self._guarded: tuple[Val, Val | None] | None = None
-        self._loads = loads_by_register(lowered)
+        self._loads = loads_by_register(lowered.entry, lowered.families)
         self._completed: set[tuple[int, int]] = set()  # segment, load
 
     # -- taints of operands

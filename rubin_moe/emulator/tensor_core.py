@@ -92,6 +92,8 @@ def bind_tmem_load(site: UnitSite, context: LaunchContext) -> Handler:
         if cluster.shadow is not None:
             masks = shadow_ops.load_registers(op, cluster.shadow.tmem(warp.rank))
             write_taints(site, warp, 0, masks)
+        if context.policy.deferred:
+            warp.state.set("pending_loads", warp.state.get("pending_loads") - 1)
 
     def handler(warp: Warp, mask: int) -> bool:
         v = values(site, warp, lanes(mask)[0])
@@ -103,7 +105,9 @@ def bind_tmem_load(site: UnitSite, context: LaunchContext) -> Handler:
         perform: Callable[[], None] = partial(fetch, warp, op)
         if cluster.order is not None:
             perform = cluster.order.tensor_access(warp, site, op, False, perform)
-        perform()
+        if context.policy.deferred:
+            warp.state.set("pending_loads", warp.state.get("pending_loads") + 1)
+        submit_group(warp, site, "wait::ld", _tmem_pipe(warp), perform)
         return True
 
     return handler
@@ -138,14 +142,14 @@ def bind_tmem_store(site: UnitSite, context: LaunchContext) -> Handler:
             work = both(work, partial(shadow_ops.store_registers, op, cells, masks))
         if cluster.order is not None:
             work = cluster.order.tensor_access(warp, site, op, True, work)
-        submit_group(warp, site, "wait::st", ("wait::st", id(warp)), work)
+        submit_group(warp, site, "wait::st", _tmem_pipe(warp), work)
         return True
 
     return handler
 
 
 def bind_tmem_wait(site: UnitSite, context: LaunchContext) -> Handler:
-    """wait::ld and wait::st: the warp's earlier stores are complete (loads are, once issued)."""
+    """wait::ld and wait::st: the warp's earlier loads or stores are complete."""
     kind = site.parts[1]
 
     def handler(warp: Warp, mask: int) -> bool:
@@ -157,6 +161,22 @@ def bind_tmem_wait(site: UnitSite, context: LaunchContext) -> Handler:
         return True
 
     return handler
+
+
+def bind_tmem_results(site: UnitSite, context: LaunchContext) -> Handler:
+    """The first touch of a register that tcgen05.ld writes: the warp's loads happen now."""
+
+    def handler(warp: Warp, mask: int) -> bool:
+        context.policy.drain(_tmem_pipe(warp))
+        warp.open_group["wait::ld"].clear()
+        return True
+
+    return handler
+
+
+def _tmem_pipe(warp: Warp) -> tuple[object, ...]:
+    """A warp's own loads and stores of tensor memory are performed in the order of issue."""
+    return ("tmem", id(warp))
 
 
 def _tcgen05_pipe(warp: Warp, group: int) -> tuple[object, ...]:

@@ -39,6 +39,7 @@ _BINDERS: dict[str, Binder] = {
     "tmem_copy": tensor_core.bind_tmem_copy,
     "tmem_commit": tensor_core.bind_tmem_commit,
     "tmem_wait": tensor_core.bind_tmem_wait,
+    "tmem_results": tensor_core.bind_tmem_results,
     "tcgen05_mma": tensor_core.bind_tcgen05_mma,
     "wgmma": tensor_core.bind_wgmma,
     "wgmma_group": copies.bind_group("wgmma"),

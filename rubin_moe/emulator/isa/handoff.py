@@ -98,6 +98,11 @@ def plan_site(index: int, lowered: Lowered) -> UnitSite:
     return UnitSite(index, ins.opcode, ins.parts, ins.line, family.name, tuple(plans), slot, faults)
 
 
+def results_site(index: int) -> UnitSite:
+    """Stands for the first touch of registers that deferred tcgen05.ld write."""
+    return UnitSite(index, "tcgen05.ld", ("tcgen05", "ld"), 0, "tmem_results", (), 0)
+
+
 def _scalars(operand: Operand) -> tuple[Operand, ...]:
     """The values that stand for an operand in argument rows."""
     if isinstance(operand, Vec):

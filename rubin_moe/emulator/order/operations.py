@@ -126,10 +126,10 @@ class Operations(ClusterOrder):
 
     def _of(self, operation: Any) -> tuple[list[Place], list[Place]]:
         """Reads and writes of an operation that is decoded once for equal operands."""
-        held = self._known.get(id(operation))
+        held = self._known.get(id(operation) << 4)
         if held is None:
             held = operation, _places(operation.reads()), _places(operation.writes())
-            self._known[id(operation)] = held
+            self._known[id(operation) << 4] = held
         return held[1], held[2]
 
     # ---- kinds of operations: each returns what performs (and checks) it
@@ -268,10 +268,11 @@ class Operations(ClusterOrder):
         if not write:
             self.hooks["load_issued"](self.address, number, self._load_ordinals[site.index])
         mine = self._epoch(site, 0, self.pipe(number, kind), clock)
-        held = self._known.get(id(op))
+        key = id(op) << 4 | warp.rank
+        held = self._known.get(key)
         if held is None:
             held = op, _places([op.footprint(warp.rank)]), []
-            self._known[id(op)] = held
+            self._known[key] = held
         places = held[1]
 
         def checked() -> None:

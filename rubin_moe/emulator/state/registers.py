@@ -55,6 +55,7 @@ FIELDS = {
     "poison_address": 208,
     "order": 192,  # host address of the cluster's order block, 0: accesses are not followed
     "order_warp": 200,  # warp index in the cluster
+    "pending_loads": 204,  # tcgen05.ld that have issued and not happened
     "pcs": 256,  # each lane's segment while the warp is diverged
     "tid_x": 384,
     "tid_y": 512,

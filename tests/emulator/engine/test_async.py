@@ -150,19 +150,40 @@ def test_tensor_memory_keeps_what_a_warp_stored() -> None:
     assert report.peak_tmem_columns == 64
 
 
+HANDED_OVER = """
+ .shared .align 8 .b8 s[16]; mov.u32 %i0, %tid.x; shr.u32 %i1, %i0, 5; mov.u32 %r1, s;
+ setp.ne.u32 %p1, %i1, 0; @%p1 bra SHARE;
+ tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64;
+SHARE: bar.sync 0; ld.shared.b32 %r2, [%r1]; mul.lo.u32 %r3, %i0, 3; @%p1 bra MEET;
+ tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r3}; WAIT
+MEET: bar.sync 0; setp.ne.u32 %p2, %i1, 4; @%p2 bra LAST;
+ tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r2];
+ ld.param.u64 %addr1, [a]; and.b32 %r5, %i0, 31; mul.wide.u32 %addr2, %r5, 4;
+ add.s64 %addr1, %addr1, %addr2; st.global.b32 [%addr1], %r4;
+LAST: bar.sync 0; @%p1 bra END;
+ tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;
+END:"""
+
+
 @pytest.mark.parametrize("wait", ["tcgen05.wait::st.sync.aligned;", ""])
-def test_a_missing_wait_for_tensor_memory_shows_under_some_seed(wait: str) -> None:
-    """Without wait::st the load may overtake the store."""
-    kernel = TMEM.format(store=0, free=FREE)
-    assert wait in kernel
-    kernel = kernel.replace(wait, "")
+def test_a_missing_wait_for_a_store_to_tensor_memory_shows_under_some_seed(wait: str) -> None:
+    """Warp 4 reads what warp 0 stored: without wait::st it may read before."""
     right = []
     for seed in SEEDS:
         a = np.zeros(32, np.uint32)
-        run(module(kernel, ".param .u64 a"), [a], seed=seed)
+        run(module(HANDED_OVER.replace("WAIT", wait), ".param .u64 a"), [a], 1, 160, seed=seed)
         right.append((a == 3 * np.arange(32)).all())
-    assert all(right) == (not wait)
+    assert all(right) == bool(wait)
     assert any(right)
+
+
+def test_a_warp_loads_what_it_stored_without_a_wait() -> None:
+    kernel = TMEM.format(store=0, free=FREE).replace("tcgen05.wait::st.sync.aligned;", "")
+    kernel = kernel.replace("tcgen05.wait::ld.sync.aligned;", "")
+    for seed in SEEDS:
+        a = np.zeros(32, np.uint32)
+        run(module(kernel, ".param .u64 a"), [a], seed=seed)
+        np.testing.assert_array_equal(a, 3 * np.arange(32))
 
 
 @pytest.mark.parametrize(
