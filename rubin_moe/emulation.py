@@ -42,6 +42,7 @@ class EmulatorLauncher:
             grid,
             kernel.block,
             b"".join(_aligned(pack(args))),
+            cluster=kernel.cluster,
             dynamic_smem=kernel.smem_bytes,
             seed=self.seed,
         )

@@ -29,17 +29,17 @@ from rubin_moe.provenance import provenance, write_result  # noqa: E402
 
 PACKAGES = ("nvidia-cutlass-dsl", "torch")
 TOGETHER = 8
-KERNELS = (("fc1", 128, "ue4m3"), ("fc2", 32, "ue5m3"))
+KERNELS = (("fc1", 128, "nvfp4-ue4m3"), ("fc2", 32, "nvfp4-ue5m3"), ("fc1", 256, "mxfp8"))
 CHILD = """
 import json, sys, time
 import torch
 from rubin_moe.kernels.sm107.compiled import fc1_kernel, fc2_kernel
 from rubin_moe.kernels.sm107.plan import plan_gemm
-gemm, tile_n, scale = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+gemm, tile_n, fmt = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if sys.argv[4] == "imported":
     import cutlass.cute
 wall, cpu = time.perf_counter(), time.process_time()
-plan = plan_gemm(tile_n, scale)
+plan = plan_gemm(fmt, tile_n)
 kernel = fc1_kernel(plan) if gemm == "fc1" else fc2_kernel(plan, atomic=False)
 print(json.dumps({
     "wall_s": round(time.perf_counter() - wall, 3),
@@ -49,10 +49,10 @@ print(json.dumps({
 """
 
 
-def start(folder: str, gemm: str, tile_n: int, scale: str, how: str) -> subprocess.Popen[str]:
+def start(folder: str, gemm: str, tile_n: int, fmt: str, how: str) -> subprocess.Popen[str]:
     """A child process that asks for one kernel."""
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, gemm, str(tile_n), scale, how],
+        [sys.executable, "-c", CHILD, gemm, str(tile_n), fmt, how],
         cwd=ROOT,
         env=os.environ | {"RUBIN_MOE_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -68,13 +68,13 @@ def figures(process: subprocess.Popen[str]) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def kernel_row(gemm: str, tile_n: int, scale: str) -> dict[str, Any]:
+def kernel_row(gemm: str, tile_n: int, fmt: str) -> dict[str, Any]:
     """Cold, warm, and cold with CuTe DSL imported before."""
-    row: dict[str, Any] = {"kernel": gemm, "tile_n": tile_n, "scale": scale}
+    row: dict[str, Any] = {"kernel": gemm, "tile_n": tile_n, "format": fmt}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        row["cold"] = figures(start(folder, gemm, tile_n, scale, "bare"))
-        row["warm"] = figures(start(folder, gemm, tile_n, scale, "bare"))
-        row["cold_dsl_imported"] = figures(start(other, gemm, tile_n, scale, "imported"))
+        row["cold"] = figures(start(folder, gemm, tile_n, fmt, "bare"))
+        row["warm"] = figures(start(folder, gemm, tile_n, fmt, "bare"))
+        row["cold_dsl_imported"] = figures(start(other, gemm, tile_n, fmt, "imported"))
     typer.echo(row)
     return row
 
@@ -83,7 +83,7 @@ def together() -> dict[str, Any]:
     """Many processes at once, one cold cache: each succeeds, one whole file stays."""
     with tempfile.TemporaryDirectory() as folder:
         wall = time.perf_counter()
-        children = [start(folder, "fc2", 32, "ue4m3", "bare") for _ in range(TOGETHER)]
+        children = [start(folder, "fc2", 32, "nvfp4-ue4m3", "bare") for _ in range(TOGETHER)]
         done = [figures(child) for child in children]
         names = sorted(path.suffix for path in Path(folder, "kernels").iterdir())
     if names != [".bin"]:

@@ -38,7 +38,9 @@ def run_case(case: GridCase, seeds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     started = time.monotonic()
     row: dict[str, Any] = {
-        "scale": case.scale,
+        "format": case.fmt,
+        "activation": case.activation,
+        "cta_group": case.cta_group,
         "tokens": case.tokens,
         "experts": case.experts,
         "routing": case.routing,

@@ -6,7 +6,8 @@
 Writes docs/results/sm107_plans.json. Rows of ``table: plan``: every kernel assembled by ptxas of
 CUDA 13.5 (registers, spills), shared memory, TMEM columns, stages, and the ten points of the port
 check. Rows of ``table: padding``: multiply-adds of the problem over those issued, by the emulator's
-reports, for 1 to 128 tokens an expert. Nothing here was measured on hardware.
+reports, for 1 to 128 tokens an expert. Rows of ``table: regime``: from how many tokens an expert
+on weights on the M side lose. Nothing here was measured on hardware.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import files
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +38,7 @@ from rubin_moe.emulation import EmulatorLauncher  # noqa: E402
 from rubin_moe.emulator.dsl import emulated_device  # noqa: E402
 from rubin_moe.emulator.report import Report  # noqa: E402
 from rubin_moe.emulator.saved import SavedLaunch  # noqa: E402
+from rubin_moe.formats.spec import FORMATS  # noqa: E402
 from rubin_moe.kernels.sm107 import plan as plans  # noqa: E402
 from rubin_moe.kernels.sm107.compiled import (  # noqa: E402
     fc1_kernel,
@@ -44,11 +48,14 @@ from rubin_moe.kernels.sm107.compiled import (  # noqa: E402
     sum_kernel,
 )
 from rubin_moe.kernels.sm107.host import make_work  # noqa: E402
-from rubin_moe.layouts.sm107_tiles import BLOCK_BYTES  # noqa: E402
+from rubin_moe.kernels.sm107.regimes import MOST_TOKENS, swap_ab_loses_from  # noqa: E402
+from rubin_moe.kernels.sm107.rules import PAIRS  # noqa: E402
+from rubin_moe.layouts.sm107_tiles import Sm107Tiles  # noqa: E402
 from rubin_moe.provenance import provenance, write_result  # noqa: E402
+from rubin_moe.shapes import model_names, model_shape  # noqa: E402
 from tests.emulator.peers.fc1 import Fc1  # noqa: E402
 from tests.emulator.peers.fc2 import Fc2  # noqa: E402
-from tests.emulator.peers.operands import NVFP4  # noqa: E402
+from tests.emulator.peers.operands import MXFP4, MXFP8, NVFP4, NVFP4_UE5M3  # noqa: E402
 from tests.emulator.peers.routing import Sizes  # noqa: E402
 from tests.emulator.peers.swap_ab import SwapAb  # noqa: E402
 
@@ -67,10 +74,13 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Peer:
-    """One kernel of FlashInfer. ``note``: what to know when comparing."""
+    """One kernel of FlashInfer. ``fmt`` and ``cta_group``: of ours to compare with; ``note``: what
+    to know when comparing."""
 
     gemm: str
     case: Fc1 | Fc2 | SwapAb
+    fmt: str = "nvfp4-ue4m3"
+    cta_group: int = 1
     note: str = ""
 
     def __str__(self) -> str:
@@ -78,14 +88,32 @@ class Peer:
         return f"{self.case.target} {self.case.name} {tile}"
 
 
-_I1 = (128, 128, 128)
+_S7, _S0 = "sm_107a", "sm_100a"
+_I1, _I2 = (128, 128, 128), (256, 128, 128)
+_T1, _T2 = (128, 128, 256), (256, 128, 256)
+_UE4M3, _UE5M3 = "nvfp4-ue4m3", "nvfp4-ue5m3"
 _SM100 = "K = 64 instructions: compiled for sm_100a"
+_MIXED = "K = 32 instructions, FP4 a byte an element: compiled for sm_100a"
 PEERS = (
-    Peer("fc1", Fc1("fc1_gather_swiglu_cpasync", "sm_107a", NVFP4, (128, 128, 256), inst=_I1)),
-    Peer("fc1", SwapAb("swap_ab_fc1_nvfp4", "sm_100a", NVFP4, NVFP4, (128, 64)), _SM100),
-    Peer("fc1", SwapAb("swap_ab_fc1_nvfp4_2cta", "sm_100a", NVFP4, NVFP4, (256, 32)), _SM100),
-    Peer("fc2", Fc2("fc2_finalize", "sm_107a", NVFP4, (128, 128, 256), inst=_I1)),
-    Peer("fc2", SwapAb("swap_ab_fc2_nvfp4_2cta", "sm_100a", NVFP4, NVFP4, (256, 64)), _SM100),
+    Peer("fc1", Fc1("fc1_gather_swiglu_cpasync", _S7, NVFP4, _T1, inst=_I1)),
+    Peer(
+        "fc1",
+        Fc1("fc1_gather_swiglu_cpasync_2cta", _S7, NVFP4_UE5M3, _T2, (2, 1), _I2),
+        _UE5M3,
+        2,
+    ),
+    Peer("fc1", SwapAb("swap_ab_fc1_nvfp4", _S0, NVFP4, NVFP4, (128, 64)), _UE4M3, 1, _SM100),
+    Peer("fc1", SwapAb("swap_ab_fc1_nvfp4_2cta", _S0, NVFP4, NVFP4, (256, 32)), _UE4M3, 2, _SM100),
+    Peer("fc2", Fc2("fc2_finalize", _S7, NVFP4, _T1, inst=_I1)),
+    Peer("fc2", Fc2("fc2_finalize_2cta", _S7, NVFP4_UE5M3, _T2, (2, 1), _I2), _UE5M3, 2),
+    Peer("fc2", SwapAb("swap_ab_fc2_nvfp4_2cta", _S0, NVFP4, NVFP4, (256, 64)), _UE4M3, 2, _SM100),
+    Peer(
+        "fc2",
+        SwapAb("swap_ab_fc2_rows_mxfp4_x_mxfp8", _S0, MXFP4, MXFP8, (128, 128), False),
+        "mxfp8",
+        1,
+        _MIXED,
+    ),
 )
 
 
@@ -125,53 +153,67 @@ def port_points(ptx: str, plan: plans.GemmPlan) -> Row:
 def own_plans(assembler: Assembler) -> list[Row]:
     """One row a kernel that can be launched."""
     rows = []
-    for scale in ("ue4m3", "ue5m3"):
-        for tile_n in plans.TILES_N:
-            plan = plans.plan_gemm(tile_n, scale)
-            for gemm, kernel in (
-                ("fc1", fc1_kernel(plan)),
-                ("fc2", fc2_kernel(plan, atomic=False)),
-                ("fc2 atomic", fc2_kernel(plan, atomic=True)),
-            ):
-                rows.append(
-                    {
-                        "table": "plan",
-                        "whose": "rubin-moe",
-                        "gemm": gemm,
-                        "kernel": f"sm_107a {kernel.name} {scale} 128x{tile_n}x256",
-                        "threads": kernel.block,
-                        **assembler.resources(kernel.ptx),
-                        "smem_bytes": kernel.smem_bytes,
-                        "tmem_columns": plan.tmem.allocated,
-                        "stages": plan.stages,
-                        "accumulators": 2,
-                        "cubin_bytes": len(kernel.cubin),
-                        "port_check": port_points(kernel.ptx, plan),
-                    }
-                )
-                typer.echo(rows[-1])
+    for fmt, tile_n, cta_group in product(plans.OPERANDS, plans.TILES_N, (1, 2)):
+        plan = plans.plan_gemm(fmt, tile_n, cta_group)
+        for gemm, kernel in (
+            ("fc1", fc1_kernel(plan)),
+            ("fc2", fc2_kernel(plan, atomic=False)),
+            ("fc2 atomic", fc2_kernel(plan, atomic=True)),
+        ):
+            tile = f"{plans.TILE_M * cta_group}x{tile_n}x{plan.operands.tile_k}"
+            rows.append(
+                {
+                    "table": "plan",
+                    "whose": "rubin-moe",
+                    "gemm": gemm,
+                    "kernel": f"sm_107a {kernel.name} {fmt} {tile}",
+                    "format": fmt,
+                    "tile_n": tile_n,
+                    "cta_group": cta_group,
+                    "chosen": plans.choose_cta_group(fmt, tile_n) == cta_group,
+                    "threads": kernel.block,
+                    **assembler.resources(kernel.ptx),
+                    "smem_bytes": kernel.smem_bytes,
+                    "tmem_columns": plan.tmem.allocated,
+                    "stages": plan.weight_stages,
+                    "token_stages": plan.token_stages,
+                    "accumulators": 2,
+                    "cubin_bytes": len(kernel.cubin),
+                    "port_check": port_points(kernel.ptx, plan),
+                }
+            )
+            typer.echo(rows[-1])
     return rows
 
 
-def own_padding(gemm: str, tokens: int) -> Report:
+@cache
+def own_padding(gemm: str, fmt: str, cta_group: int, tokens: int) -> Report:
     """One launch over ``tokens`` for each of two experts; zeros, since no value matters."""
     tile_n = plans.choose_tile_n(tokens, 2, EXPERTS)
-    plan = plans.plan_gemm(tile_n, "ue4m3")
+    plan = plans.plan_gemm(fmt, tile_n, cta_group)
     launcher = EmulatorLauncher(keep_reports=True)
     ids = torch.tensor([[0, 1]] * tokens)
     work = make_work(launcher, ids, torch.ones(tokens, 2), EXPERTS, tile_n)
-    rows, k_tiles, row_tiles = 2 * tokens, K // plans.TILE_K, N // plans.TILE_M
-    codes = torch.zeros(rows, K // 2, dtype=torch.uint8)
-    scales = torch.zeros(rows, K // 16, dtype=torch.uint8)
-    weights = torch.zeros(EXPERTS, row_tiles, k_tiles, BLOCK_BYTES, dtype=torch.uint8)
+    rows, k_tiles, row_tiles = 2 * tokens, plans.tiles_of(fmt, K), N // plans.TILE_M
+    codes = torch.zeros(rows, 128 * k_tiles, dtype=torch.uint8)
+    scales = torch.zeros(rows, plan.operands.scales_k * k_tiles, dtype=torch.uint8)
+    weight_format = next(w for w, a in PAIRS.items() if a == fmt)
+    shape = Sm107Tiles(FORMATS[weight_format]).storage_shape((EXPERTS, N, K))
+    weights = torch.zeros(shape, dtype=torch.uint8)
     common = [work.items, work.num_items, work.token, codes, scales, weights]
-    ones = torch.ones(EXPERTS, 2)
+    ones, bias, none = torch.ones(EXPERTS, 2), torch.zeros(EXPERTS, N), torch.ones(3)
     if gemm == "fc1":
-        out = [torch.zeros(rows, 128, dtype=torch.uint8), torch.zeros(rows, 16, dtype=torch.uint8)]
-        kernel, args = fc1_kernel(plan), [*common, ones, *out, ones, k_tiles, row_tiles, 1]
+        out_tiles = plans.tiles_of(fmt, N // 2)
+        out = [
+            torch.zeros(rows, 128 * out_tiles, dtype=torch.uint8),
+            torch.zeros(rows, plan.operands.scales_k * out_tiles, dtype=torch.uint8),
+        ]
+        kernel = fc1_kernel(plan)
+        args = [*common, ones, bias, none, *out, ones, k_tiles, row_tiles, out_tiles]
     else:
         out = [torch.zeros(rows, N), work.choice, work.weight]
-        kernel, args = fc2_kernel(plan, atomic=False), [*common, ones, *out, k_tiles, row_tiles, N]
+        kernel = fc2_kernel(plan, atomic=False)
+        args = [*common, ones, bias, *out, k_tiles, row_tiles, N]
     launcher.launch(kernel, 2, args)
     return launcher.reports[-1]
 
@@ -179,7 +221,8 @@ def own_padding(gemm: str, tokens: int) -> Report:
 def rowwise_plans(assembler: Assembler) -> list[Row]:
     """The kernels without a matrix product: no ring, no tensor memory, nobody beside them."""
     dtypes = ("bfloat16", "float32")
-    kernels = [(f"{s} {d}", quantize_kernel(s, d)) for s in ("ue4m3", "ue5m3") for d in dtypes]
+    scales = dict.fromkeys(o.scale for o in plans.OPERANDS.values())
+    kernels = [(f"{s} {d}", quantize_kernel(s, d)) for s in scales for d in dtypes]
     kernels += [(d, sum_kernel(d)) for d in dtypes]
     kernels.append(("any sizes", route_kernel()))
     return [
@@ -242,6 +285,9 @@ def peer_rows(peer: Peer, assembler: Assembler, folder: Path) -> tuple[Row, dict
         "whose": "FlashInfer",
         "gemm": peer.gemm,
         "kernel": str(peer),
+        "format": peer.fmt,
+        "tile_n": peer.case.tile[1],
+        "cta_group": peer.cta_group,
         "threads": report.block[0] * report.block[1] * report.block[2],
         **assembler.resources(saved.ptx),
         "smem_bytes": report.shared_bytes,
@@ -263,13 +309,11 @@ def comparisons(rows: list[Row]) -> list[Row]:
     worse."""
     made = []
     for peer in (r for r in rows if r["whose"] == "FlashInfer"):
-        tile_n = int(peer["kernel"].rsplit(" ", 1)[1].split("x")[1])
+        same = ("gemm", "format", "tile_n", "cta_group")
         own = next(
             r
             for r in rows
-            if r["whose"] == "rubin-moe"
-            and r["gemm"] == peer["gemm"]
-            and f"ue4m3 128x{tile_n}x" in r["kernel"]
+            if r["whose"] == "rubin-moe" and all(r.get(key) == peer[key] for key in same)
         )
         row: Row = {"table": "comparison", "ours": own["kernel"], "peer": peer["kernel"]}
         for metric, sign in METRICS.items():
@@ -300,6 +344,32 @@ def padding_row(peer: Peer, tokens: int, own: Report, theirs: Report) -> Row:
     return row | ({"note": peer.note} if peer.note else {})
 
 
+def regimes() -> list[Row]:
+    """For every published model and both GEMMs: tokens an expert from which on weights on M lose
+    to tokens on M, by bytes and multiply-adds (`kernels.sm107.regimes`)."""
+    rows = []
+    for name in model_names():
+        shape = model_shape(name)
+        fmt = PAIRS[shape.weight_format]
+        for gemm, features, k in (
+            ("fc1", 2 * shape.intermediate, shape.hidden),
+            ("fc2", shape.hidden, shape.intermediate),
+        ):
+            rows.append(
+                {
+                    "table": "regime",
+                    "model": name,
+                    "gemm": gemm,
+                    "format": fmt,
+                    "features": features,
+                    "k": k,
+                    "swap_ab_loses_from": swap_ab_loses_from(fmt, features, k),
+                    "searched_to": MOST_TOKENS,
+                }
+            )
+    return rows
+
+
 def main(
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/sm107_plans.json",
 ) -> None:
@@ -308,17 +378,19 @@ def main(
         assembler, launches = Assembler(Path(name)), Path(name) / "launches"
         launches.mkdir()
         rows, padding = own_plans(assembler) + rowwise_plans(assembler), []
-        own = {(g, t): own_padding(g, t) for g in ("fc1", "fc2") for t in TOKENS}
         for peer in PEERS:
             row, reports = peer_rows(peer, assembler, launches)
             rows.append(row)
-            padding += [padding_row(peer, t, own[peer.gemm, t], reports[t]) for t in TOKENS]
+            for tokens, theirs in reports.items():
+                own = own_padding(peer.gemm, peer.fmt, peer.cta_group, tokens)
+                padding.append(padding_row(peer, tokens, own, theirs))
     head = {
         "what": "kernels assembled by ptxas of CUDA 13.5, and multiply-adds by the emulator",
         "executed_on": "the emulator; not measured on hardware",
-        "shape": f"padding: {EXPERTS} experts, one empty, N = {N}, K = {K}, NVFP4 with UE4M3",
+        "shape": f"padding: {EXPERTS} experts, one empty, N = {N}, K = {K}",
     }
-    write_result(output, head | provenance(PACKAGES), rows + comparisons(rows) + padding)
+    made = [*rows, *comparisons(rows), *padding, *regimes()]
+    write_result(output, head | provenance(PACKAGES), made)
     bad = [r for r in rows if r["whose"] == "rubin-moe" and r["spill_bytes"]]
     bad += [r for r in padding if not r["no_worse"]]
     for row in bad:

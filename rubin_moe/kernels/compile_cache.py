@@ -69,6 +69,7 @@ def compiled(
     block: int,
     smem_bytes: int,
     build: Callable[[], tuple[Any, tuple[Any, ...]]],
+    cluster: int = 1,
 ) -> CompiledKernel:
     """From memory, from disk, or compiled now.
 
@@ -90,7 +91,7 @@ def compiled(
                 f"compile it: {MEND}"
             )
         ptx, cubin, entry = _compile(arch, build)
-        found = CompiledKernel(name, arch, entry, ptx, cubin, block, smem_bytes, key)
+        found = CompiledKernel(name, arch, entry, ptx, cubin, block, smem_bytes, key, cluster)
         _write(found)
     _loaded[key] = found
     return found

@@ -31,6 +31,7 @@ class CompiledKernel:
         name: for messages; entry: name of the entry function.
         block: threads; smem_bytes: dynamic shared memory.
         key: names the source, plan, compiler and architecture that it was made from.
+        cluster: blocks of a cluster; a grid is a multiple of it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class CompiledKernel:
     block: int
     smem_bytes: int
     key: str
+    cluster: int = 1
 
 
 class Launcher(Protocol):
@@ -115,6 +117,7 @@ class DriverLauncher:
     """
 
     _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
     def __init__(self) -> None:
@@ -130,9 +133,12 @@ class DriverLauncher:
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         config = _Config((grid, 1, 1), (kernel.block, 1, 1), kernel.smem_bytes)
         config.stream = torch.cuda.current_stream().cuda_stream
+        wanted = []
+        if kernel.cluster > 1:
+            wanted.append(_Attribute(self._CLUSTER, 0, (kernel.cluster, 1, 1)))
         if self._waits_itself(kernel):
-            overlap = _Attribute(self._PROGRAMMATIC, 0, (1,))
-            config.attributes, config.num_attributes = ctypes.pointer(overlap), 1
+            wanted.append(_Attribute(self._PROGRAMMATIC, 0, (1,)))
+        config.attributes, config.num_attributes = (_Attribute * len(wanted))(*wanted), len(wanted)
         self._call("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
 
     def _waits_itself(self, kernel: CompiledKernel) -> bool:

@@ -1,4 +1,4 @@
-"""Inline PTX for rows in global memory: wide loads and stores, blocks of 16 quantized to NVFP4.
+"""Inline PTX for rows in global memory: wide loads and stores, blocks quantized to NVFP4 and MXFP8.
 
 With a global scale the reference (`rubin_moe.formats.quantize`) divides in float64. The same codes
 come out without a division an element: a code counts the rounding boundaries, times the scale,
@@ -115,6 +115,37 @@ def encode_e2m1x8_over(v: list[Float32], scale, dec) -> Uint32:
         "\n".join([*lines, "mov.b32 {$w0}, word;", "}"]),
         write_only_types=[Uint32],
         read_only_args=[*v, scale, dec],
+    )
+
+
+def encode_ue8m0(amax) -> Uint32:
+    """Code of ``amax / 448``, rounded up to a power of two; 254 for infinity, NaN for a NaN.
+
+    448 is 1.75 x 2^8, so the exponent decides, and whether the mantissa exceeds 0x600000; a
+    quotient would be rounded before it is rounded up. ``amax`` is not negative.
+    """
+    return inline_ptx(
+        "{\n.reg .b32 t;\n.reg .pred inf, nan;\nadd.u32 t, {$r0}, 0x1FFFFF;\nshr.u32 t, t, 23;\n"
+        "max.u32 t, t, 8;\nsub.u32 t, t, 8;\nsetp.eq.u32 inf, {$r0}, 0x7F800000;\n"
+        "selp.b32 t, 254, t, inf;\nsetp.gt.u32 nan, {$r0}, 0x7F800000;\n"
+        "selp.b32 {$w0}, 255, t, nan;\n}",
+        write_only_types=[Uint32],
+        read_only_args=[ptx.as_u32(amax)],
+    )
+
+
+def encode_e4m3x4(v: list[Float32], scale) -> Uint32:
+    """Codes of four elements over a UE8M0 scale given by its code, the first in the lowest byte.
+
+    The conversion divides by itself. It takes a subnormal float32 for zero.
+    """
+    form = "cvt.rn.satfinite.scaled::n1::ue8m0.e4m3x2.f32"
+    return inline_ptx(
+        "{\n.reg .b8 s;\n.reg .b16 low, high;\ncvt.u8.u32 s, {$r4};\n"
+        f"{form} low, {{$r1}}, {{$r0}}, s;\n{form} high, {{$r3}}, {{$r2}}, s;\n"
+        "mov.b32 {$w0}, {low, high};\n}",
+        write_only_types=[Uint32],
+        read_only_args=[*v, scale],
     )
 
 

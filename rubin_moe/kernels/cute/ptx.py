@@ -37,8 +37,25 @@ def mbarrier_wait(bar, parity):
     inline_ptx(WAIT, read_only_args=[bar, parity])
 
 
+def mbarrier_wait_cluster(bar, parity):
+    """As `mbarrier_wait`, and sees what other CTAs of the cluster did before they arrived."""
+    inline_ptx(
+        WAIT.replace(".parity.shared", ".parity.acquire.cluster.shared"),
+        read_only_args=[bar, parity],
+    )
+
+
 def mbarrier_arrive(bar):
     inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[bar])
+
+
+def mbarrier_arrive_at(bar, rank):
+    """At the barrier of the same address in CTA ``rank`` of the cluster."""
+    inline_ptx(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, {$r0}, {$r1};\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}",
+        read_only_args=[bar, rank],
+    )
 
 
 def mbarrier_arrive_expect_tx(bar, nbytes):
@@ -51,6 +68,16 @@ def mbarrier_arrive_expect_tx(bar, nbytes):
 def fence_proxy_async():
     """Orders this thread's own writes to shared memory before reads by TMA, tcgen05."""
     inline_ptx("fence.proxy.async.shared::cta;")
+
+
+def cluster_sync():
+    """Every thread of the cluster; orders what they did before."""
+    inline_ptx("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;")
+
+
+def cluster_rank() -> Int32:
+    """Of this CTA in its cluster."""
+    return Int32(cute.arch.block_idx_in_cluster())
 
 
 def barrier_sync(index: int, threads: int):
@@ -129,21 +156,24 @@ def cp_async_wait(pending: int):
 # ---- tensor memory
 
 
-def tmem_alloc(slot, columns: int):
-    """Whole warp; the address appears in shared memory at ``slot``."""
+def tmem_alloc(slot, columns: int, group: int = 1):
+    """Whole warp, in both CTAs of a pair; the address appears in shared memory at ``slot``. More
+    than 512 columns are to be had alone (sm_107a)."""
+    form = f"tcgen05.alloc{'.exclusive' if columns > 512 else ''}.cta_group::{group}"
     inline_ptx(
-        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {columns};",
+        f"{form}.sync.aligned.shared::cta.b32 [{{$r0}}], {columns};",
         read_only_args=[slot],
     )
 
 
-def tmem_relinquish():
-    inline_ptx("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
+def tmem_relinquish(group: int = 1):
+    inline_ptx(f"tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned;")
 
 
-def tmem_dealloc(address, columns: int):
+def tmem_dealloc(address, columns: int, group: int = 1):
+    form = f"tcgen05.dealloc{'.exclusive' if columns > 512 else ''}.cta_group::{group}"
     inline_ptx(
-        f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {columns};",
+        f"{form}.sync.aligned.b32 {{$r0}}, {columns};",
         read_only_args=[address],
     )
 
@@ -162,26 +192,36 @@ def tcgen05_fence_before():
     inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
-def tcgen05_commit(bar):
-    """``bar`` gets one arrival when all this thread's tcgen05 operations so far are complete."""
+def tcgen05_commit(bar, group: int = 1):
+    """``bar``, in both CTAs of a pair, gets one arrival when all this thread's tcgen05 operations
+    so far are complete."""
+    if group == 1:
+        inline_ptx(
+            "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
+            read_only_args=[bar],
+        )
+    else:
+        inline_ptx(
+            "{\n.reg .b16 pair;\nmov.b16 pair, 3;\ntcgen05.commit.cta_group::2.mbarrier::arrive::"
+            "one.shared::cluster.multicast::cluster.b64 [{$r0}], pair;\n}",
+            read_only_args=[bar],
+        )
+
+
+def copy_scales(taddr, sdesc, group: int = 1):
+    """One chunk of 128 rows x 4 scales, to all four lane quarters; each CTA of a pair its own."""
     inline_ptx(
-        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
-        read_only_args=[bar],
+        f"tcgen05.cp.cta_group::{group}.32x128b.warpx4 [{{$r0}}], {{$r1}};",
+        read_only_args=[taddr, sdesc],
     )
 
 
-def copy_scales(taddr, sdesc):
-    """One chunk of 128 rows x 4 scales, to all four lane quarters."""
-    inline_ptx(
-        "tcgen05.cp.cta_group::1.32x128b.warpx4 [{$r0}], {$r1};", read_only_args=[taddr, sdesc]
-    )
-
-
-def mma_nvfp4(d, a_desc, b_desc, idesc, sfa, sfb, accumulate):
-    """Block-scaled FP4 x FP4, a scale every 16 elements."""
+def mma_scaled(form: str, d, a_desc, b_desc, idesc, sfa, sfb, accumulate, group: int = 1):
+    """Block-scaled product; ``form``: kind and elements a scale, such as ``mxf4nvf4.block16``."""
+    kind, block = form.split(".")
     inline_ptx(
         "{\n.reg .pred acc;\nsetp.ne.b32 acc, {$r6}, 0;\n"
-        "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 "
+        f"tcgen05.mma.cta_group::{group}.kind::{kind}.block_scale.{block} "
         "[{$r0}], {$r1}, {$r2}, {$r3}, [{$r4}], [{$r5}], acc;\n}",
         read_only_args=[d, a_desc, b_desc, idesc, sfa, sfb, accumulate],
     )
@@ -255,6 +295,15 @@ def div(x, y) -> Float32:
     )
 
 
+def fma(x, y, z) -> Float32:
+    """x y + z, rounded once."""
+    return inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[x, y, z],
+    )
+
+
 def max_abs(x, y) -> Float32:
     """max(x, |y|)."""
     return inline_ptx(
@@ -320,6 +369,12 @@ def load_shared_u16(address) -> Uint32:
 
 def store_shared_b32(address, value):
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def load_shared_f32(address) -> Float32:
+    return inline_ptx(
+        "ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
 
 
 def store_shared_v4_f32(address, v):

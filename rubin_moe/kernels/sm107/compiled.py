@@ -23,7 +23,7 @@ def fc1_kernel(plan: plans.GemmPlan) -> CompiledKernel:
     def build() -> tuple[object, tuple[object, ...]]:
         from rubin_moe.kernels.sm107.gather_gemm_swiglu import GatherGemmSwiglu
 
-        return GatherGemmSwiglu(plan), _example_args()
+        return GatherGemmSwiglu(plan), _gemm_args(6)
 
     return _compiled("sm107_gather_gemm_swiglu", f"{plan!r}", plan, build)
 
@@ -34,13 +34,13 @@ def fc2_kernel(plan: plans.GemmPlan, atomic: bool) -> CompiledKernel:
     def build() -> tuple[object, tuple[object, ...]]:
         from rubin_moe.kernels.sm107.gemm_finalize import GemmFinalize
 
-        return GemmFinalize(plan, atomic), _example_args()
+        return GemmFinalize(plan, atomic), _gemm_args(5)
 
     return _compiled("sm107_gemm_finalize", f"{plan!r} {atomic}", plan, build)
 
 
 def quantize_kernel(scale: str, dtype: str) -> CompiledKernel:
-    """Tokens to NVFP4, from the cache or compiled now."""
+    """Tokens to NVFP4 or MXFP8, from the cache or compiled now."""
 
     def build() -> tuple[object, tuple[object, ...]]:
         from rubin_moe.kernels.sm107.quantize_tokens import QuantizeTokens
@@ -80,13 +80,21 @@ def _compiled(
     plan: plans.GemmPlan,
     build: Callable[[], tuple[object, tuple[object, ...]]],
 ) -> CompiledKernel:
-    return compiled(name, SM107A.name, constants, SOURCES, plans.THREADS, plan.smem_bytes, build)
+    return compiled(
+        name, SM107A.name, constants, SOURCES, plans.THREADS, plan.smem_bytes, build, plan.cta_group
+    )
 
 
-def _example_args(addresses: int = 10, sizes: int = 3) -> tuple[object, ...]:
+def _example_args(addresses: int, sizes: int = 3) -> tuple[object, ...]:
     """Addresses, sizes, the grid, a stream."""
     from cutlass import Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
     numbers = (Int32(1) for _ in range(sizes + 1))
     return (*(Int64(0) for _ in range(addresses)), *numbers, make_fake_stream())
+
+
+def _gemm_args(own: int) -> tuple[object, ...]:
+    """Of a `GroupedGemm`, whose epilogue has ``own`` addresses."""
+    both = _example_args(6 + own)
+    return (*both[:6], both[6 : 6 + own], *both[6 + own :])

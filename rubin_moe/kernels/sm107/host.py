@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from rubin_moe.errors import FormatError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.formats.spec import FORMATS, NVFP4_UE4M3, BlockFormat
 from rubin_moe.kernels import input_scales
+from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.launch import CompiledKernel, Launcher, launcher
 from rubin_moe.kernels.sm107 import plan as plans
@@ -21,13 +22,13 @@ from rubin_moe.kernels.sm107.compiled import (
     route_kernel,
     sum_kernel,
 )
-from rubin_moe.kernels.sm107.rules import SCALES
 from rubin_moe.kernels.sm107.work import Work
 from rubin_moe.layouts.gate_up import GateUpRows
 from rubin_moe.layouts.sm107_tiles import Sm107Tiles
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROWS = GateUpRows(stripe=16, half_multiple=64)
+BIAS = replace(ROWS, axis=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +37,18 @@ class Sm107Experts:
 
     Attributes:
         w13, w2: uint8 tiles (`layouts.sm107_tiles`). alpha13: float32 ``[E, 2]`` gate and up,
-        alpha2: ``[E]``, both with the activation's scale. norm: ``[E]`` scale of FC2's input;
-        input_dec: ``[1]`` scale of FC1's input.
+        alpha2: ``[E]``, both with the activation's scale. bias13, bias2: float32 ``[E, rows]`` of
+        the tiles, zeros where the layer has none. activation: float32 ``[3]`` limit, alpha, beta.
+        norm: ``[E]`` scale of FC2's input; input_dec: ``[1]`` scale of FC1's input.
     """
 
     w13: Tensor
     w2: Tensor
     alpha13: Tensor
     alpha2: Tensor
+    bias13: Tensor
+    bias2: Tensor
+    activation: Tensor
     norm: Tensor
     input_dec: Tensor
 
@@ -60,7 +65,8 @@ class Sm107Kernel:
     def __init__(self, problem: MoEProblem, launch: Launcher, num_ctas: int) -> None:
         self.problem = problem
         self.act_fmt: BlockFormat = FORMATS[problem.activation_format]
-        self.scale = SCALES[problem.activation_format]
+        self.fmt = problem.activation_format
+        self.operands = plans.OPERANDS[self.fmt]
         self._launch = launch
         self._num_ctas = num_ctas
 
@@ -75,12 +81,17 @@ class Sm107Kernel:
                 f"{weights.name}: {weights.fmt} weights for {self.problem.weight_format}"
             )
         first, second = self._input_scales(weights)
-        w13, w2, tiles = weights.w13, weights.w2, Sm107Tiles()
+        w13, w2, tiles = weights.w13, weights.w2, Sm107Tiles(weights.fmt)
+        tiles13 = tiles.pack(ROWS.pack(w13.qdata), ROWS.pack(w13.sf))
+        tiles2 = tiles.pack(w2.qdata, w2.sf)
         return Sm107Experts(
-            w13=tiles.pack(ROWS.pack(w13.qdata), ROWS.pack(w13.sf)),
-            w2=tiles.pack(w2.qdata, w2.sf),
+            w13=tiles13,
+            w2=tiles2,
             alpha13=(w13.dec.double() * first.double()).float(),
             alpha2=(w2.dec[:, 0].double() * second.double()).float(),
+            bias13=_bias(w13.bias, tiles13, gated=True),
+            bias2=_bias(w2.bias, tiles2, gated=False),
+            activation=_activation(self.problem.activation, w2.qdata.device),
             norm=second,
             input_dec=first,
         )
@@ -107,7 +118,7 @@ class Sm107Kernel:
         p = self.problem
         m, dtype = len(x), x.dtype
         tile_n = plans.choose_tile_n(m, p.top_k, p.num_experts)
-        plan = plans.plan_gemm(tile_n, self.scale)
+        plan = plans.plan_gemm(self.fmt, tile_n, self._cta_group(tile_n))
         on_input = topk_weights if p.router_weight_on_input else None
         on_output = None if p.router_weight_on_input else topk_weights
         work = make_work(self._launch, topk_ids, on_output, p.num_experts, tile_n, expert_map)
@@ -125,17 +136,33 @@ class Sm107Kernel:
         """Codes and scales of every token, once, with K padded by zeros to whole tiles; first
         times its ``factor`` ``[M, 1]``."""
         m, hidden = x.shape
-        tiles = plans.tiles_of(hidden)
-        codes = torch.empty(m, 128 * tiles, dtype=torch.uint8, device=x.device)
-        scales = torch.empty(m, 16 * tiles, dtype=torch.uint8, device=x.device)
-        kernel, total = quantize_kernel(self.scale, _dtype(x)), scales.numel()
+        codes, scales = self._blocks(m, hidden, x.device)
+        kernel, total = quantize_kernel(self.operands.scale, _dtype(x)), scales.numel()
         weights = None if factor is None else factor.contiguous()
         self._launch.launch(
             kernel,
             self._ctas(total, kernel),
-            [x.contiguous(), dec, weights, codes, scales, hidden // 16, 16 * tiles, total],
-        )
+            [
+                x.contiguous(), dec, weights, codes, scales,
+                hidden // self.operands.sf_vec, scales.shape[1], total,
+            ],
+        )  # fmt: skip
         return codes, scales
+
+    def _blocks(self, rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Room for codes and scales of ``rows`` x ``k`` activations, K padded to whole tiles."""
+        tiles = plans.tiles_of(self.fmt, k)
+        widths = (plans.TOKEN_ROW_BYTES * tiles, self.operands.scales_k * tiles)
+        codes, scales = (torch.empty(rows, n, dtype=torch.uint8, device=device) for n in widths)
+        return codes, scales
+
+    def _cta_group(self, tile_n: int) -> int:
+        """Pairs of CTAs where the planner wants them and the device has two."""
+        return min(self._num_ctas, plans.choose_cta_group(self.fmt, tile_n))
+
+    def _gemm_ctas(self, plan: plans.GemmPlan) -> int:
+        """Blocks of a persistent grid: whole clusters."""
+        return self._num_ctas // plan.cta_group * plan.cta_group
 
     def _ctas(self, threads: int, kernel: CompiledKernel) -> int:
         """Blocks of an elementwise kernel: a thread each, up to a few for every SM."""
@@ -144,18 +171,18 @@ class Sm107Kernel:
     def _fc1(
         self, plan: plans.GemmPlan, w: Sm107Experts, work: Work, codes: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor]:
-        p = self.problem
-        tiles = plans.tiles_of(p.intermediate)
-        rows = work.token.numel()
+        intermediate = self.problem.intermediate
+        out_codes, out_scales = self._blocks(work.token.numel(), intermediate, codes.device)
         # the columns past the last feature tile are K padding of FC2, and nobody writes them
-        out_codes = torch.zeros(rows, tiles * 128, dtype=torch.uint8, device=codes.device)
-        out_scales = torch.zeros(rows, tiles * 16, dtype=torch.uint8, device=codes.device)
+        out_codes.zero_()
+        out_scales.zero_()
         self._launch.launch(
             fc1_kernel(plan),
-            self._num_ctas,
+            self._gemm_ctas(plan),
             [
-                work.items, work.num_items, work.token, codes, scales, w.w13, w.alpha13,
-                out_codes, out_scales, w.norm, w.w13.shape[2], w.w13.shape[1], tiles,
+                work.items, work.num_items, work.token, codes, scales, w.w13,
+                w.alpha13, w.bias13, w.activation, out_codes, out_scales, w.norm,
+                w.w13.shape[2], w.w13.shape[1], plans.tiles_of(self.fmt, intermediate),
             ],
         )  # fmt: skip
         return out_codes, out_scales
@@ -172,15 +199,14 @@ class Sm107Kernel:
         """float32 ``[M, hidden]``; deterministic: ``[M, top_k, hidden]``, a slot a choice."""
         p = self.problem
         atomic = not p.deterministic
-        rows = torch.arange(work.token.numel(), dtype=torch.int32, device=codes.device)
         shape = (num_tokens, p.hidden) if atomic else (num_tokens, p.top_k, p.hidden)
         out = torch.zeros(shape, dtype=torch.float32, device=codes.device)
         self._launch.launch(
             fc2_kernel(plan, atomic),
-            self._num_ctas,
+            self._gemm_ctas(plan),
             [
-                work.items, work.num_items, rows, codes, scales, w.w2, w.alpha2, out,
-                work.token if atomic else work.choice, work.weight,
+                work.items, work.num_items, None, codes, scales, w.w2,
+                w.alpha2, w.bias2, out, work.token if atomic else work.choice, work.weight,
                 w.w2.shape[2], w.w2.shape[1], p.hidden,
             ],
         )  # fmt: skip
@@ -225,6 +251,24 @@ def make_work(
         ],
     )  # fmt: skip
     return work
+
+
+def _bias(bias: Tensor | None, tiles: Tensor, gated: bool) -> Tensor:
+    """float32 ``[E, rows]`` in the order of the tiles' rows, zeros in the padding."""
+    experts, row_tiles = tiles.shape[:2]
+    out = torch.zeros(experts, plans.TILE_M * row_tiles, device=tiles.device)
+    if bias is not None:
+        rows = BIAS.pack(bias) if gated else bias
+        out[:, : rows.shape[1]] = rows
+    return out
+
+
+def _activation(activation: Activation, device: torch.device) -> Tensor:
+    """float32 ``[3]``: limit (infinity for none), alpha, beta of FC1's epilogue."""
+    limit = torch.inf if activation.limit is None else activation.limit
+    silu = activation.kind == "silu"
+    slope, beta = (1.0, 0.0) if silu else (activation.alpha, activation.beta)
+    return torch.tensor([limit, slope, beta], device=device)
 
 
 def _dtype(tensor: Tensor) -> str:

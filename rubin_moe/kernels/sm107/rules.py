@@ -1,11 +1,19 @@
 """What the sm_107a backend computes. Standard library only."""
 
-from rubin_moe.formats.spec import is_nvfp4
 from rubin_moe.kernels.base import KernelPlan, MoEProblem, Target
-from rubin_moe.kernels.sm107.plan import choose_tile_n, plan_gemm
+from rubin_moe.kernels.sm107.plan import (
+    OPERANDS,
+    TILE_M,
+    choose_cta_group,
+    choose_tile_n,
+    plan_gemm,
+)
+from rubin_moe.kernels.sm107.regimes import swap_ab_loses_from
 
 DSL = "nvidia-cutlass-dsl"
-SCALES = {"nvfp4-ue4m3": "ue4m3", "nvfp4-ue5m3": "ue5m3"}
+PAIRS = {"nvfp4-ue4m3": "nvfp4-ue4m3", "nvfp4-ue5m3": "nvfp4-ue5m3", "mxfp4": "mxfp8"}
+"""Weight format -> the activation format that an instruction multiplies it with."""
+ACTIVATIONS = ("silu", "swigluoai")
 MAX_EXPERTS, MAX_TOP_K = 1024, 16
 
 
@@ -18,22 +26,19 @@ def why_not(problem: MoEProblem, target: Target) -> str | None:
 
 def why_not_problem(problem: MoEProblem) -> str | None:
     """The part of the answer that the kernels decide, wherever they run."""
-    if not is_nvfp4(problem.weight_format):
-        return f"multiplies NVFP4 weights; these are {problem.weight_format}"
-    if problem.activation_format not in SCALES:
+    weights, activations = problem.weight_format.name, problem.activation_format
+    if activations not in PAIRS.values():
         return (
             f"tcgen05 has no 16-bit x FP4 instruction: name an activation format "
-            f"({', '.join(SCALES)}), not {problem.activation_format}"
+            f"({', '.join(PAIRS.values())}), not {activations}"
         )
-    if problem.weight_format.name != problem.activation_format:
+    if PAIRS[weights] != activations:
         return (
-            f"an instruction reads one scale type: {problem.weight_format} weights take "
-            f"{problem.weight_format} activations, not {problem.activation_format}"
+            f"no instruction multiplies {weights} weights with {activations} activations; they "
+            f"take {PAIRS[weights]}"
         )
-    if problem.activation.kind != "silu" or problem.activation.limit is not None:
-        return f"activation {problem.activation.kind} with limit {problem.activation.limit}: silu"
-    if problem.has_bias:
-        return "adds no bias"
+    if problem.activation.kind not in ACTIVATIONS:
+        return f"activation {problem.activation.kind}; computes {', '.join(ACTIVATIONS)}"
     if problem.input_scale != "layer":
         return "quantizes a token once for all its experts, not with each expert's own input scale"
     if problem.num_experts > MAX_EXPERTS or problem.top_k > MAX_TOP_K:
@@ -54,16 +59,28 @@ def why_not_compiler(target: Target) -> str | None:
 
 def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
     """Tile, stages and memory of both GEMMs for ``num_tokens``."""
+    fmt = problem.activation_format
     tile_n = choose_tile_n(num_tokens, problem.top_k, problem.num_experts)
-    gemm = plan_gemm(tile_n, SCALES[problem.activation_format])
+    gemm = plan_gemm(fmt, tile_n, choose_cta_group(fmt, tile_n))
     return KernelPlan(
         "sm107",
         {
-            "tile_m": 128,
+            "tile_m": TILE_M * gemm.cta_group,
             "tile_n": tile_n,
-            "tile_k": 256,
-            "stages": gemm.stages,
+            "tile_k": OPERANDS[fmt].tile_k,
+            "cta_group": gemm.cta_group,
+            "weight_stages": gemm.weight_stages,
+            "token_stages": gemm.token_stages,
             "smem_bytes": gemm.smem_bytes,
             "tmem_columns": gemm.tmem.allocated,
+            "scale_stages": gemm.scale_stages,
+            "swap_ab_loses_from": _loses_from(problem),
         },
     )
+
+
+def _loses_from(problem: MoEProblem) -> int | str:
+    """Tokens an expert from which on FC1 would be better off with tokens on M."""
+    features = 2 * problem.intermediate
+    limit = swap_ab_loses_from(problem.activation_format, features, problem.hidden)
+    return limit if limit is not None else "never"

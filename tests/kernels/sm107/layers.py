@@ -10,12 +10,15 @@ from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import FORMATS
 from tests.oracles import moe, problems, quant
 
-INPUT_DEC = {"nvfp4-ue4m3": (0.02, 0.05), "nvfp4-ue5m3": (1.0, 1.0)}
+ACT = {"nvfp4-ue4m3": "nvfp4-ue4m3", "nvfp4-ue5m3": "nvfp4-ue5m3", "mxfp4": "mxfp8"}
+"""Weight format -> activation format."""
+INPUT_DEC = {"nvfp4-ue4m3": (0.02, 0.05), "nvfp4-ue5m3": (1.0, 1.0), "mxfp8": (1.0, 1.0)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and one batch; sizes as in `tests.oracles.problems.layer`."""
+    """One layer and one batch; sizes as in `tests.oracles.problems.layer`. ``swigluoai`` layers
+    have gpt-oss's limit, and biases."""
 
     fmt: str
     tokens: int
@@ -24,14 +27,22 @@ class Case:
     intermediate: int
     top_k: int = 2
     routing: str = "uniform"
+    kind: str = "silu"
+
+    @property
+    def act(self) -> str:
+        return ACT[self.fmt]
 
     @property
     def k(self) -> int:
         return min(self.top_k, self.experts)
 
     def layer(self) -> moe.Layer:
-        base = problems.layer(1, self.fmt, self.experts, self.hidden, self.intermediate)
-        return replace(base, act_fmt=self.fmt, act_dec=INPUT_DEC[self.fmt])
+        sizes = (self.experts, self.hidden, self.intermediate)
+        gpt_oss = self.kind == "swigluoai"
+        base = problems.layer(1, self.fmt, *sizes, self.kind, bias=gpt_oss)
+        limit = 7.0 if gpt_oss else None
+        return replace(base, act_fmt=self.act, act_dec=INPUT_DEC[self.act], limit=limit)
 
     def weights(self) -> ExpertWeights:
         layer = self.layer()
@@ -49,7 +60,7 @@ class Case:
         """float32 ``[M, hidden]`` whose quantization is exact, ids and weights ``[M, k]``."""
         rng = np.random.default_rng(5)
         x = rng.normal(size=(self.tokens, self.hidden))
-        x = quant.quantize_dequantize(x, self.fmt, INPUT_DEC[self.fmt][0])
+        x = quant.quantize_dequantize(x, self.act, INPUT_DEC[self.act][0])
         ids, weights = problems.routing(3, self.routing, self.tokens, self.experts, self.k)
         return torch.from_numpy(x).float(), torch.from_numpy(ids), torch.from_numpy(weights)
 
@@ -59,5 +70,6 @@ def _projection(p: moe.Projection, input_dec: float) -> ProjectionWeights:
         qdata=torch.from_numpy(p.qdata),
         sf=torch.from_numpy(p.sf),
         dec=torch.from_numpy(p.dec),
+        bias=None if p.bias is None else torch.from_numpy(p.bias),
         input_dec=torch.full(p.dec.shape, input_dec, dtype=torch.float32),
     )

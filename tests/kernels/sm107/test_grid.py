@@ -7,10 +7,13 @@ from rubin_moe.emulation import EmulatorLauncher
 from .grid import GridCase, GridProblem, cases
 
 SAMPLE = [
-    GridCase("ue4m3", 23, 9, "some_empty", 352, 352),
-    GridCase("ue4m3", 64, 1, "all", 256, 256),
-    GridCase("ue5m3", 129, 9, "all_to_one", 256, 256),
-    GridCase("ue5m3", 16, 4, "random", 2880, 96),
+    GridCase("nvfp4-ue4m3", 23, 9, "some_empty", 352, 352),
+    GridCase("nvfp4-ue4m3", 129, 1, "all", 352, 352, "swigluoai", 2),
+    GridCase("nvfp4-ue5m3", 16, 4, "random", 2880, 96),
+    GridCase("nvfp4-ue5m3", 23, 9, "some_empty", 352, 352, "swigluoai", 1),
+    GridCase("mxfp8", 64, 1, "all", 256, 256),
+    GridCase("mxfp8", 23, 9, "some_empty", 352, 352, "swigluoai", 1),
+    GridCase("mxfp8", 7, 4, "random", 2880, 96, "silu", 2),
 ]
 
 
@@ -25,9 +28,16 @@ def test_accumulators_are_exact_and_codes_follow(case):
     assert codes.elements - codes.bit_equal <= 1e-3 * codes.elements
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_every_schedule_gives_the_same_bytes(seed):
-    problem = GridProblem(SAMPLE[0])
+SCHEDULED = [(GridCase("nvfp4-ue4m3", 23, 4, "random", 256, 96), seed) for seed in range(8)] + [
+    (GridCase("mxfp8", 23, 1, "all", 256, 64, "swigluoai", cta_group), seed)
+    for cta_group in (1, 2)
+    for seed in range(2)
+]
+
+
+@pytest.mark.parametrize(("case", "seed"), SCHEDULED, ids=str)
+def test_every_schedule_gives_the_same_bytes(case, seed):
+    problem = GridProblem(case)
     assert problem.run(EmulatorLauncher(seed)).equal(problem.run(EmulatorLauncher()))
 
 
@@ -37,7 +47,7 @@ def test_the_sample_is_of_the_grid():
 
 def test_a_changed_weight_is_seen():
     """The comparisons can fail: one code of the first expert's gate changes its sign."""
-    problem = GridProblem(SAMPLE[1])
+    problem = GridProblem(GridCase("nvfp4-ue4m3", 64, 1, "all", 256, 256))
     problem.w13[0].qdata[3, 5] ^= 8
     out = problem.run(EmulatorLauncher())
     equal, accumulators = problem.accumulators_equal(out)

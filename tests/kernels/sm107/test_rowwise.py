@@ -13,7 +13,7 @@ from rubin_moe.formats.spec import FORMATS
 from rubin_moe.kernels.cpu_tcgen05.host import Tcgen05Kernel
 from rubin_moe.kernels.sm107.host import Sm107Kernel
 
-from .layers import Case
+from .layers import ACT, Case
 from .test_emulated import kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,15 +43,28 @@ def awkward(rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", ["nvfp4-ue4m3", "nvfp4-ue5m3"])
+@pytest.mark.parametrize("fmt", ACT)
 def test_tokens_are_quantized_as_the_reference_does(fmt, dtype):
     x = awkward(40, 320).to(dtype)
     codes, scales = a_kernel(fmt)._quantized(x, DEC)
-    expected = quantize(x, FORMATS[fmt], DEC if fmt == "nvfp4-ue4m3" else None)
-    assert torch.equal(scales[:, :20], expected.sf)
-    assert torch.equal(codes[:, :160], expected.qdata)
-    assert not codes[:, 160:].any()
-    assert not scales[:, 20:].any()
+    expected = quantize(x, FORMATS[ACT[fmt]], DEC if fmt == "nvfp4-ue4m3" else None)
+    for got, want in ((scales, expected.sf), (codes, expected.qdata)):
+        assert torch.equal(got[:, : want.shape[1]], want)
+        assert not got[:, want.shape[1] :].any()
+
+
+def test_mxfp8_scales_beside_every_power_of_two():
+    """448 times a power of two is the last magnitude of its scale, the next one the next's."""
+    edge = 448 * torch.exp2(torch.arange(-126, 119).float())
+    amax = torch.cat(
+        [edge, edge.nextafter(torch.tensor(torch.inf)), torch.tensor([0.0, 2.0**-126])]
+    )
+    x = torch.zeros(len(amax), 64)
+    x[:, 37] = -amax
+    codes, scales = a_kernel("mxfp4")._quantized(x, DEC)
+    expected = quantize(x, FORMATS["mxfp8"])
+    assert torch.equal(scales[:, :2], expected.sf)
+    assert torch.equal(codes[:, :64], expected.qdata)
 
 
 def test_scales_at_every_rounding_boundary_of_ue4m3():
