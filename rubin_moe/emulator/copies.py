@@ -91,12 +91,12 @@ def bind_tensor_store(site: UnitSite, context: LaunchContext) -> Handler:
             )  # fmt: skip
             context.statistics.bytes["TMA store"] += op.nbytes
             context.statistics.smem_places.add((op.offset, op.nbytes, "TMA store"))
-            perform = partial(op.perform, warp.cta.cluster, context.memory)
-            if warp.cta.cluster.shadow is not None:
-                perform = both(
-                    partial(poison.store, shadow_ops.store_tensor, op, warp, site), perform
-                )
-            order = warp.cta.cluster.order
+            cluster = warp.cta.cluster
+            perform: Callable[[], None] = partial(op.perform, cluster, context.memory)
+            if cluster.shadow is not None:
+                check = partial(poison.store, shadow_ops.store_tensor, op, warp, site)
+                perform = both(check, perform)
+            order = cluster.order
             if order is not None:
                 perform = order.grouped(warp, site, lane, op, perform, int(bool(reduction)))
             submit_group(warp, site, "bulk", ("bulk", id(op)), perform)
@@ -242,7 +242,7 @@ def bind_cp_async_arrive(site: UnitSite, context: LaunchContext) -> Handler:
         if not noinc:
             for address in addresses:
                 cluster.arrive(address >> 24, address & OFFSET, count=-1)
-        by = cluster.order.copied(warp) if cluster.order is not None else None
+        by = cluster.order.copied(warp, site) if cluster.order is not None else None
         complete = partial(announce, cluster, addresses, by)
         submit(warp, site, _cp_async_pipe(warp), nothing, complete)
         return True

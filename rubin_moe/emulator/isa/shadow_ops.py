@@ -250,7 +250,8 @@ def multiply_registers(op: mma_sync.WarpMma, a: Masks, b: Masks, c: Masks, regis
     held = np.zeros((16, 8), np.bool_)
     held[op.c_map[..., 0], op.c_map[..., 1]] |= (words_of(c) != 0)[:, :, None]
     tile = rows[:, None] | columns[None, :] | held
-    return bits_of(tile[op.d_map[..., 0], op.d_map[..., 1]].any(axis=-1).astype(np.uint32))
+    hit = np.asarray(tile[op.d_map[..., 0], op.d_map[..., 1]].any(axis=-1))
+    return bits_of(hit.astype(np.uint32))
 
 
 def _flagged(masks: Masks, index: NDArray[np.int32], size: int) -> NDArray[np.bool_]:
@@ -281,6 +282,6 @@ def multiply_warpgroup(op: Wgmma, smem: NDArray[np.uint8], d: Masks, a: Masks | 
     out = held.copy()
     for w in range(4):
         tile = rows[16 * w : 16 * w + 16, None] | columns[None, :]
-        hit = tile[index[..., 0], index[..., 1]].any(axis=-1)
+        hit = np.asarray(tile[index[..., 0], index[..., 1]].any(axis=-1))
         out[w] |= bits_of(hit.astype(np.uint32))
     return out
