@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rubin_moe.emulator.compile import Kernel, load_ptx
+from rubin_moe.emulator.findings import Mode
 from rubin_moe.emulator.launch import Device
 from rubin_moe.emulator.report import Report
 from rubin_moe.kernels.launch import Argument, CompiledKernel, install_launcher, pack
@@ -22,13 +23,20 @@ logger = logging.getLogger(__name__)
 class EmulatorLauncher:
     """Runs each launch to its end before it returns.
 
+    Args:
+        seed: delays asynchronous operations, legally.
+        rules: ``enforce`` ends a launch that breaks a rule of the hardware, ``report`` notes it.
+
     Attributes:
         reports: of the launches so far, newest last, if ``keep_reports``.
     """
 
-    def __init__(self, seed: int | None = None, keep_reports: bool = False) -> None:
+    def __init__(
+        self, seed: int | None = None, keep_reports: bool = False, rules: Mode | None = None
+    ) -> None:
         self.seed = seed
         self.keep_reports = keep_reports
+        self.rules: Mode | None = rules
         self.reports: list[Report] = []
         self._kernels: dict[str, Kernel] = {}
 
@@ -45,6 +53,7 @@ class EmulatorLauncher:
             cluster=kernel.cluster,
             dynamic_smem=kernel.smem_bytes,
             seed=self.seed,
+            rules=self.rules,
         )
         if self.keep_reports:
             self.reports.append(report)
@@ -52,7 +61,9 @@ class EmulatorLauncher:
 
     def _kernel(self, kernel: CompiledKernel) -> Kernel:
         if kernel.key not in self._kernels:
-            module = load_ptx(kernel.ptx, deferred=self.seed is not None)
+            module = load_ptx(
+                kernel.ptx, deferred=self.seed is not None, checked=self.rules is not None
+            )
             self._kernels[kernel.key] = module.entry(kernel.entry)
         return self._kernels[kernel.key]
 
@@ -74,6 +85,6 @@ def _aligned(parts: list[bytes]) -> list[bytes]:
     return out
 
 
-def install(seed: int | None = None, keep_reports: bool = False) -> None:
-    """Makes ``emulator`` a launcher. ``seed`` delays asynchronous operations, legally."""
-    install_launcher("emulator", lambda: EmulatorLauncher(seed, keep_reports))
+def install(seed: int | None = None, keep_reports: bool = False, rules: Mode | None = None) -> None:
+    """Makes ``emulator`` a launcher; arguments are `EmulatorLauncher`'s."""
+    install_launcher("emulator", lambda: EmulatorLauncher(seed, keep_reports, rules))
