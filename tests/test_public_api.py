@@ -31,7 +31,7 @@ API = {
     "rubin_moe.emulator.dsl:emulated_device": (
         "arch multiprocessors execute seed save_to device_options"
     ),
-    "rubin_moe.emulation:install": "seed keep_reports",
+    "rubin_moe.emulation:install": "seed keep_reports rules",
     "rubin_moe.adapters.vllm.plugin:register": "",
 }
 
