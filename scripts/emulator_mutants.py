@@ -57,6 +57,7 @@ def record(name: str, path: Path) -> None:
 
 def examine(path: Path, name: str, quota: int, rules: str | None) -> dict[str, Any]:
     """Draw a subject's mutants and judge them."""
+    from rubin_moe.emulator.errors import EmulationError
     from rubin_moe.emulator.saved import SavedLaunch
     from tests.emulator.mutants.draw import draw
     from tests.emulator.mutants.equivalence import proof
@@ -65,7 +66,11 @@ def examine(path: Path, name: str, quota: int, rules: str | None) -> dict[str, A
     started = time.monotonic()
     rows = []
     with bench(SavedLaunch.load(path), rules) as b:  # type: ignore[arg-type]
-        b.learn(LEARN)
+        try:
+            b.learn(LEARN)
+        except EmulationError as error:
+            print(f"{name}: the sound kernel fails: {error}", flush=True)
+            return {"name": name, "rows": [], "unsound": str(error)}
         drawn = draw(b.mutations(), quota, f"{DRAW_SEED} {name}")
         for mutation in drawn:
             verdict = b.judge(mutation, SEEDS)
@@ -177,7 +182,8 @@ def main(
     print(f"{result['seconds']} s")
     if not sample and not only and mode is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
-    if counts["caught_percent"] < 95:
+    unsound = [r["name"] for r in results if "unsound" in r]
+    if unsound or counts["caught_percent"] < 95:
         raise typer.Exit(1)
 
 

@@ -30,3 +30,6 @@ class EmulationError(EmulatorError):
         self.outcome = outcome
         self.rule = rule
         self.finding = finding
+
+    def __reduce__(self) -> tuple[type[EmulationError], tuple[object, ...]]:
+        return type(self), (self.outcome, str(self), self.rule, self.finding)

@@ -25,6 +25,7 @@ _PIPES = (
     {"wgmma", "wgmma_group"},
 )
 _ASYNCHRONOUS = set.union(*_PIPES)
+_COMMITS = ("tmem_commit", "cp_async_group", "cp_async_arrive", "bulk_group", "wgmma_group")
 
 
 class Kernel:
@@ -263,7 +264,8 @@ def shift_second_cta(kernel: Kernel) -> Sites:
 def swap_asynchronous(kernel: Kernel) -> Sites:
     """An asynchronous operation comes after the next one of its pipe or group.
 
-    Two TMA loads, or two tcgen05.cp, have no order, so pairs of one kind are left out.
+    Two TMA loads, or two tcgen05.cp, have no order, so pairs of one kind are left out. So are
+    commits that come later: they cover more, which is no fault.
     """
     issued = [
         index
@@ -271,7 +273,12 @@ def swap_asynchronous(kernel: Kernel) -> Sites:
         if family.name in _ASYNCHRONOUS and "wait" not in kernel.entry.instructions[index].opcode
     ]
     for first, second in pairwise(issued):
-        if _together(kernel, first, second) and _exchangeable(kernel, first, second):
+        commits = kernel.families[first].name in _COMMITS
+        if (
+            not commits
+            and _together(kernel, first, second)
+            and _exchangeable(kernel, first, second)
+        ):
             ins, other = kernel.entry.instructions[first], kernel.entry.instructions[second]
             what = f"after line {other.line}: {other.opcode}"
             edits = {first: (), second: (other, ins)}
