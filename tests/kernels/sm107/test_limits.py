@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
+from rubin_moe.formats.spec import FORMATS
 from rubin_moe.kernels.cpu_tcgen05.host import Tcgen05Kernel
 from rubin_moe.kernels.sm107.host import Sm107Kernel
 from rubin_moe.kernels.sm107.rules import MAX_EXPERTS, MAX_TOP_K
-from rubin_moe.layouts.sm107_tiles import ROWS, Sm107Tiles, tiles
+from rubin_moe.layouts.sm107_tiles import ROWS, Sm107Tiles
 from tests.oracles import moe
 
 from .layers import Case
@@ -20,6 +21,7 @@ ODD = [
     Case("nvfp4-ue4m3", 2, 2, 2880, 352),
     Case("nvfp4-ue5m3", 3, 2, 352, 1600),
     Case("nvfp4-ue4m3", 1, 2, 1600, 2880),
+    Case("mxfp4", 2, 2, 352, 352, kind="swigluoai"),
 ]
 
 
@@ -117,7 +119,15 @@ def poisoned(make):
     return empty
 
 
-@pytest.mark.parametrize("case", [Case("nvfp4-ue4m3", 5, 4, 352, 96), ODD[1]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("nvfp4-ue4m3", 5, 4, 352, 96),
+        Case("nvfp4-ue5m3", 3, 2, 352, 1600),
+        Case("mxfp4", 5, 4, 352, 96, kind="swigluoai"),
+    ],
+    ids=str,
+)
 def test_poison_in_padding_and_fresh_memory_never_reaches_an_output(case, monkeypatch):
     """NaN patterns in all memory that is allocated, in weight rows past the last feature, in
     experts that nobody asks for, in the rows and weights of choices without an expert."""
@@ -127,17 +137,18 @@ def test_poison_in_padding_and_fresh_memory_never_reaches_an_output(case, monkey
     prepared = k.prepare(case.weights())
     clean = k.run(prepared, x, ids, weights)
     assert clean.isfinite().all()
-    rows, _ = tiles(case.hidden, case.intermediate)
-    codes, scales = Sm107Tiles().unpack(
-        prepared.w2, (case.experts, rows * ROWS, 256 * prepared.w2.shape[2])
-    )
+    layout, vec = Sm107Tiles(FORMATS[case.fmt]), FORMATS[case.fmt].sf_vec_size
+    _, row_tiles, k_tiles, _ = prepared.w2.shape
+    padded = (case.experts, row_tiles * ROWS, k_tiles * layout.tile_k)
+    codes, scales = layout.unpack(prepared.w2, padded)
     assert not codes[:, :, case.intermediate // 2 :].any()  # K: zero times whatever is there
-    assert not scales[:, :, case.intermediate // 16 :].any()
+    assert not scales[:, :, case.intermediate // vec :].any()
     codes[:, case.hidden :], scales[:, case.hidden :] = 0xFF, 0xFF
-    dirty = replace(prepared, w2=Sm107Tiles().pack(codes, scales))
+    dirty = replace(prepared, w2=layout.pack(codes, scales))
     dirty.w13[1], dirty.w2[1] = 0xFF, 0xFF
-    for name in ("alpha13", "alpha2", "norm"):
+    for name in ("alpha13", "alpha2", "bias13", "bias2", "norm"):
         getattr(dirty, name)[1] = torch.nan
+    dirty.bias2[:, case.hidden :] = torch.nan
     weights[ids < 0] = torch.nan
     alone = (ids < 0).all(1)
     x[alone] = torch.nan
