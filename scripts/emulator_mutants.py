@@ -48,7 +48,9 @@ ATTEMPTS = 3
 
 
 def record(name: str, path: Path) -> None:
-    """Compile a subject and save its launch."""
+    """Compile a subject and save its launch, unless that was done before."""
+    if path.exists():
+        return
     from tests.emulator.mutants.subjects import SUBJECTS
 
     (subject,) = [s for s in SUBJECTS if s.name == name]
@@ -124,6 +126,7 @@ def main(
     only: Annotated[str, typer.Option(help="Kernels whose name contains this.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes.")] = min(os.cpu_count() or 1, 8),
     rules: Annotated[str, typer.Option(help="enforce, or none: traps only.")] = "enforce",
+    launches: Annotated[Path | None, typer.Option(help="Keep the launches, use kept ones.")] = None,
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_mutants.json",
 ) -> None:
     """Exit 1 if fewer than 95 % of the mutants that are not equivalent are caught."""
@@ -140,7 +143,8 @@ def main(
             jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1
         ) as pool,
     ):
-        paths = {s.name: Path(folder) / f"{i}.launch" for i, s in enumerate(chosen)}
+        kept = launches or Path(folder)
+        paths = {s.name: kept / f"{s.name.replace(' ', '_')}.launch" for s in chosen}
         recorded = {s.name: pool.submit(record, s.name, paths[s.name]) for s in chosen}
         futures = {}
         for subject, quota in zip(chosen, quotas, strict=True):
