@@ -68,16 +68,17 @@ class Sm107Tiles:
             raise LayoutError(f"{self.key}: scales {list(sf.shape)} of codes {list(qdata.shape)}")
         out = torch.empty(shape, dtype=torch.uint8, device=qdata.device)
         for expert in range(e):
-            codes, scales = out[expert].split([self.code_bytes, self.scale_bytes], dim=-1)
-            codes[:] = _swizzle(_padded(qdata[expert], shape, self.code_bytes // ROWS))
-            scales[:] = _chunks(_padded(sf[expert], shape, self.scale_bytes // ROWS))
+            codes = _padded(qdata[expert], shape, self.code_bytes // ROWS)
+            scales = _padded(sf[expert], shape, self.scale_bytes // ROWS)
+            out[expert, ..., : self.code_bytes] = _swizzle(codes)
+            out[expert, ..., self.code_bytes :] = _chunks(scales)
         return out
 
     def unpack(self, stored: Tensor, logical: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """The codes and scales of ``logical`` (E, N, K)."""
         e, n, k = logical
         _, nt, kt, _ = self.storage_shape(logical)
-        swizzled, chunks = stored.split([self.code_bytes, self.scale_bytes], dim=-1)
+        swizzled, chunks = stored[..., : self.code_bytes], stored[..., self.code_bytes :]
         width = self.code_bytes // ROWS
         codes = _exchange(swizzled.reshape(e, nt, kt, ROWS, width // PIECE, PIECE))
         codes = codes.reshape(e, nt, kt, ROWS, width).transpose(2, 3)

@@ -4,15 +4,18 @@ A new backend is one more row of `BACKENDS`; every test of the contract then run
 """
 
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 
 import numpy as np
 import pytest
 import torch
 
+from rubin_moe import emulation
+from rubin_moe.errors import UnsupportedError
 from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import FORMATS
-from rubin_moe.kernels.activation import Activation
-from rubin_moe.kernels.base import Target
+from rubin_moe.kernels.activation import KINDS, Activation
+from rubin_moe.kernels.base import MoEProblem, Target
 from rubin_moe.layers.experts import MoEExperts, problem_of
 from tests.oracles import moe, tolerance
 
@@ -24,6 +27,7 @@ class Backend:
     Attributes:
         name: registry name; pairs: (weight format, activation format) it computes.
         target, device: where; marks: of pytest, such as ``hw``.
+        kinds: activations it computes; it has to refuse the others by name.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Backend:
     target: Target = field(default_factory=lambda: Target("cpu"))
     device: str = "cpu"
     marks: tuple[pytest.MarkDecorator, ...] = ()
+    kinds: tuple[str, ...] = KINDS
 
 
 BACKENDS = (
@@ -39,7 +44,14 @@ BACKENDS = (
         "cpu-tcgen05",
         (("nvfp4-ue4m3", "nvfp4-ue4m3"), ("nvfp4-ue5m3", "nvfp4-ue5m3"), ("mxfp4", "mxfp8")),
     ),
+    Backend(
+        "sm107-emulated",
+        (("nvfp4-ue4m3", "nvfp4-ue4m3"), ("nvfp4-ue5m3", "nvfp4-ue5m3"), ("mxfp4", "mxfp8")),
+        Target("cpu", None, {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")}),
+        kinds=("silu", "swigluoai"),
+    ),
 )
+emulation.install()
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,8 @@ def experts_of(
     dtype: torch.dtype = torch.float32,
     expert_ids: tuple[int, ...] | None = None,
 ) -> MoEExperts:
-    """The layer prepared on the case's backend."""
+    """The layer prepared on the case's backend. Skips the test where that refuses, as it has to,
+    an activation that it does not compute."""
     weights = weights_of(layer, expert_ids)
     problem = problem_of(
         weights,
@@ -126,7 +139,17 @@ def experts_of(
         router_weight_on_input=layer.weight_on_input,
     )
     problem = replace(problem, input_scale=layer.input_scale)
-    return MoEExperts(weights, problem, case.backend.target, case.backend.name)
+    return made(weights, problem, case)
+
+
+def made(weights: ExpertWeights, problem: MoEProblem, case: Case) -> MoEExperts:
+    """The layer on the case's backend; see `experts_of`."""
+    where, kind = (case.backend.target, case.backend.name), problem.activation.kind
+    if kind not in case.backend.kinds:
+        with pytest.raises(UnsupportedError, match=f"activation {kind}"):
+            MoEExperts(weights, problem, *where)
+        pytest.skip(f"{case.backend.name} refuses {kind}")
+    return MoEExperts(weights, problem, *where)
 
 
 def call(

@@ -8,7 +8,7 @@ import torch
 
 from rubin_moe.errors import LayoutError
 from rubin_moe.formats.experts import ExpertWeights
-from rubin_moe.layers.experts import MoEExperts, problem_of
+from rubin_moe.layers.experts import problem_of
 from rubin_moe.layouts.gate_up import pad_intermediate
 from tests.layers import backends
 from tests.oracles import problems
@@ -19,8 +19,7 @@ KINDS = {"silu": {}, "swigluoai": {"limit": 7.0, "bias": True}, "relu2": {"bias"
 def run(weights: ExpertWeights, layer, case, x, ids, topk_weights) -> torch.Tensor:
     activation = backends.Activation(layer.kind, layer.limit, layer.alpha, layer.beta)
     problem = problem_of(weights, 2, activation, torch.float32, activation_format=case.act)
-    experts = MoEExperts(weights, problem, case.backend.target, case.backend.name)
-    return backends.call(experts, case, x, ids, topk_weights)
+    return backends.call(backends.made(weights, problem, case), case, x, ids, topk_weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)

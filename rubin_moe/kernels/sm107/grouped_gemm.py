@@ -34,7 +34,7 @@ class GroupedGemm:
         codes: Int64,
         scales: Int64,
         weights: Int64,
-        own: tuple,
+        own: tuple[Int64, ...],
         k_tiles: Int32,
         row_tiles: Int32,
         size: Int32,
@@ -64,7 +64,7 @@ class GroupedGemm:
         codes: Int64,
         scales: Int64,
         weights: Int64,
-        own: tuple,
+        own: tuple[Int64, ...],
         k_tiles: Int32,
         row_tiles: Int32,
         size: Int32,
@@ -131,7 +131,7 @@ class GroupedGemm:
                 acc_parity = acc_parity ^ 1
             tile += step
 
-    def open_tile(self, own, expert, row_tile, row_tiles, warp, lane) -> tuple:
+    def open_tile(self, own, expert, row_tile, row_tiles, warp, lane):
         """What `drain` needs of a tile, loaded while the accumulator fills."""
         raise NotImplementedError
 
