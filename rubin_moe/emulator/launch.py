@@ -23,7 +23,7 @@ from rubin_moe.emulator.compile import RESERVED_SMEM, CompiledEntry, Kernel, Mod
 from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.findings import Findings, Mode
 from rubin_moe.emulator.machine import Geometry, LaunchContext
-from rubin_moe.emulator.native.compiler import runtime
+from rubin_moe.emulator.native.compiler import order_hooks, runtime
 from rubin_moe.emulator.order.model import LaunchOrder
 from rubin_moe.emulator.ptx.ast import Param
 from rubin_moe.emulator.report import Report, Statistics, summarise
@@ -133,7 +133,7 @@ class Device:
         findings = Findings(rules) if rules else None
         parameters = self._parameter_block(entry, params)
         order = (
-            LaunchOrder(geometry, self.memory, runtime().order, rules == "enforce")
+            LaunchOrder(geometry, self.memory, order_hooks(), rules == "enforce")
             if findings
             else None
         )

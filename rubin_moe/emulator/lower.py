@@ -30,6 +30,8 @@ from rubin_moe.emulator.state.registers import RegisterLayout
 CONTROL_FAMILIES = ("branch", "leave", "trap")
 #: Native when they complete at issue; performed by Python when operations are deferred.
 DEFERRED_FAMILIES = ("cp_async", "cp_async_group", "cp_async_arrive")
+#: Families whose results come to registers later; they are numbered in program order.
+RESULT_FAMILIES = ("tmem_load", "wgmma")
 #: Families whose register vectors Python reads or writes in the state block.
 UNIT_FAMILIES = (
     "grid_wait", "bulk_copy", "bulk_tensor", "bulk_group", "async_store", "tmem_alloc",
@@ -91,16 +93,22 @@ def defs_and_uses(ins: Instruction, family: Family, entry: Entry) -> tuple[list[
     return defs, uses
 
 
-def loads_by_register(entry: Entry, families: list[Family]) -> dict[str, tuple[int, ...]]:
-    """Numbers of the tcgen05.ld that write each register; they are counted in program order."""
+def results_by_register(
+    entry: Entry, families: list[Family], kind: str, sources: bool = False
+) -> dict[str, list[int]]:
+    """Numbers of the instructions of a kind of RESULT_FAMILIES that write each register, or that
+    read it from a vector."""
     found: dict[str, list[int]] = {}
-    loads = 0
+    number = 0
     for ins, family in zip(entry.instructions, families, strict=True):
-        if family.name == "tmem_load":
-            for name in defs_and_uses(ins, family, entry)[0]:
-                found.setdefault(name, []).append(loads)
-            loads += 1
-    return {name: tuple(numbers) for name, numbers in found.items()}
+        if family.name == kind:
+            operands = ins.operands[family.dests :] if sources else ins.operands[: family.dests]
+            for operand in operands:
+                if not sources or isinstance(operand, Vec):
+                    for name in registers_in(operand, entry):
+                        found.setdefault(name, []).append(number)
+        number += family.name in RESULT_FAMILIES
+    return found
 
 
 def check_forms(entry: Entry) -> list[Family]:
@@ -143,7 +151,7 @@ def _cut_before_results(
 ) -> tuple[list[tuple[int, int]], set[int]]:
     """Cut before the first instruction of a span that touches what a tcgen05.ld writes: the load
     may not have happened yet. Also the numbers of the spans that start with such an one."""
-    loaded = set(loads_by_register(entry, families))
+    loaded = set(results_by_register(entry, families, "tmem_load"))
     out: list[tuple[int, int]] = []
     awaits: set[int] = set()
     for start, stop in spans:

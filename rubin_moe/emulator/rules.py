@@ -108,6 +108,10 @@ _ORDER = (
             "warp may still read.",
             "order: proxy fence": "Between generic writes of shared memory and an asynchronous "
             "read of them lies fence.proxy.async.",
+            "order: exit": "A CTA exits after everything that touches its shared memory is over, "
+            "and after its warps have seen the last arrival from other CTAs at its mbarriers.",
+            "order: wgmma registers": "Registers of wgmma are read, and those of A overwritten, "
+            "after a wait_group that covers it.",
             "order: mbarrier initialisation": "Between mbarrier.init and its use by another CTA or "
             "an asynchronous operation lie a fence and a barrier.",
         },

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from rubin_moe.emulator import taint_rules
 from rubin_moe.emulator.codegen import Emitter, SymbolPlan
 from rubin_moe.emulator.forms import Family
-from rubin_moe.emulator.lower import Lowered, defs_and_uses, loads_by_register
+from rubin_moe.emulator.lower import Lowered, defs_and_uses, results_by_register
 from rubin_moe.emulator.native import blocks
 from rubin_moe.emulator.native.ir import I1, I32, I64, V32, Val
 from rubin_moe.emulator.native.order import SPACES, access_order
@@ -75,8 +75,11 @@ class CheckedEmitter(Emitter):
         self._wrote: list[str] = []
         self._pending: list[tuple[Val, int, int]] = []
         self._guarded: tuple[Val, Val | None] | None = None
-        self._loads = loads_by_register(lowered.entry, lowered.families)
-        self._completed: set[tuple[int, int]] = set()  # segment, load
+        program = lowered.entry, lowered.families
+        self._loads = results_by_register(*program, "tmem_load")
+        self._products = results_by_register(*program, "wgmma")
+        self._factors = results_by_register(*program, "wgmma", sources=True)
+        self._completed: set[tuple[int, int]] = set()  # segment, number of the instruction
 
     # -- taints of operands
     def any_of(self, lanes: Iterable[Val | None]) -> Val | None:
@@ -186,6 +189,8 @@ class CheckedEmitter(Emitter):
 
     def write(self, operand: Operand, value: Val, signed: bool = False) -> None:
         """As the plain form; the register is defined unless `give` or a rule says otherwise."""
+        if isinstance(operand, Reg):
+            self._require_products(self._factors.get(operand.name, ()), 1)
         super().write(operand, value, signed)
         if isinstance(operand, Reg) and operand.name in self.registers:
             self._wrote.append(operand.name)
@@ -293,6 +298,17 @@ class CheckedEmitter(Emitter):
                 self._completed.add((self.number, load))
                 number = self.b.const(load, I32)
                 self.b.call("emu.order_load_read", None, self.S, number)
+        self._require_products(self._products.get(name, ()), 0)
+
+    def _require_products(self, numbers: Sequence[int], write: int) -> None:
+        """Registers of wgmma are about to be touched by another instruction."""
+        for product in numbers:
+            if (self.number, product) not in self._completed:
+                self._completed.add((self.number, product))
+                self.set_field("site", self.index)
+                arguments = (self.b.const(value, I32) for value in (product, write))
+                self.b.call("emu.order_registers_used", None, self.S, *arguments)
+                self.trap_if_recorded()
 
     def _shadow(self, address: Val, space: str) -> Val:
         field = "local_poison" if space == "local" else "smem_poison"

@@ -236,7 +236,7 @@ def bind_tmem_commit(site: UnitSite, context: LaunchContext) -> Handler:
             targets = [address >> 24]
             if multicast:
                 targets = [r for r in range(16) if v[1] >> r & 1]
-            by = cluster.order.committed(warp) if cluster.order is not None else None
+            by = cluster.order.committed(warp, site) if cluster.order is not None else None
             complete = partial(announce, cluster, address, targets, by)
             submit(warp, site, _tcgen05_pipe(warp, group), nothing, complete)
         return True

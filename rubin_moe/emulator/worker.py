@@ -224,6 +224,8 @@ class Worker:
         warp.state.set("suspended", 0)
 
     def _finish(self, cluster: Cluster) -> None:
+        if cluster.order is not None:
+            sentences.drain(cluster.order)
         copied = cluster.counter("cp_async_bytes")
         if copied:
             self.context.statistics.bytes["cp.async"] += copied

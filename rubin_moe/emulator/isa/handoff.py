@@ -150,7 +150,7 @@ def emit_unit(em: Emitter, ins: Instruction) -> None:
             items = operand.items if isinstance(operand, Vec) else (operand,)
             names = [item.name for item in items if isinstance(item, Reg)]
             vectors += names
-            if place >= family.dests or family.reads_dest:
+            if place >= family.dests and family.name != "wgmma":
                 for name in names:
                     em.first_read(name)
             continue

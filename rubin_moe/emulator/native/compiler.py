@@ -23,6 +23,7 @@ import llvmlite.binding as llvm
 
 from rubin_moe.emulator.native import control, cvt, functions, library, memory, order, sync, taint
 from rubin_moe.emulator.order import build
+from rubin_moe.emulator.order.layout import HOOKS
 
 #: Compiled modules kept on disk (most are below 0.5 MB).
 _CACHED_KERNELS = 512
@@ -142,13 +143,6 @@ class Runtime:
     """The loaded runtime library; its functions are visible to kernels compiled later."""
 
     def __init__(self) -> None:
-        self._hooks = NativeCode(cached(build.key(), lambda: compile_object("", 2, *build.texts())))
-        #: functions of the race detector by name: int64 arguments and result
-        self.order: dict[str, Callable[..., int]] = {}
-        for name, arguments in build.signatures().items():
-            address = self._hooks.address(f"order.{name}")
-            llvm.add_symbol(f"order.{name}", address)
-            self.order[name] = ctypes.PYFUNCTYPE(*[ctypes.c_int64] * (arguments + 1))(address)
         key = cache_key("runtime")
         code = cached(key, lambda: compile_object(library.library_text(), 2))
         llvm.load_library_permanently("libm.so.6")
@@ -164,6 +158,27 @@ class Runtime:
         self.mbarrier_update = ctypes.PYFUNCTYPE(
             ctypes.c_int64, pointer, pointer, number, number, number
         )(self._native.address("emu.mbarrier_update"))
+
+
+class OrderHooks:
+    """The functions of the race detector: addresses for native code, callables for Python."""
+
+    def __init__(self) -> None:
+        self._native = NativeCode(
+            cached(build.key(), lambda: compile_object("", 2, *build.texts()))
+        )
+        self.addresses = [self._native.address(f"order.{name}") for name in HOOKS]
+        self.call: dict[str, Callable[..., int]] = {}
+        for (name, arguments), address in zip(
+            build.signatures().items(), self.addresses, strict=True
+        ):
+            self.call[name] = ctypes.PYFUNCTYPE(*[ctypes.c_int64] * (arguments + 1))(address)
+
+
+@lru_cache(maxsize=1)
+def order_hooks() -> OrderHooks:
+    """The race detector of this process: compiled when a launch first has rules."""
+    return OrderHooks()
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ from rubin_moe.emulator.native import blocks
 from rubin_moe.emulator.native.blocks import CLUSTER, QUEUE
 from rubin_moe.emulator.native.ir import I1, I32, I64, PTR, V1, V32, Builder, Val
 from rubin_moe.emulator.native.library import count_effect, runtime_function
-from rubin_moe.emulator.native.order import call_hook
+from rubin_moe.emulator.native.order import call_block_hook, call_hook
 from rubin_moe.emulator.state.mbarrier import MARKER, MARKER_SHIFT, PHASE_SHIFT
 from rubin_moe.emulator.state.registers import FIELDS, Outcome, Status
 
@@ -113,6 +113,7 @@ def _ready(b: Builder, S: Val) -> None:
 def _exit(b: Builder, S: Val) -> None:
     """A warp has exited: barriers that wait for all live threads may be complete now."""
     b.set_field(S, FIELDS["status"], b.const(Status.EXITED, I32))
+    call_hook(b, "leave", S)
     cta, cluster = b.field(S, FIELDS["cta"], PTR), b.field(S, FIELDS["cluster"], PTR)
     live = b.field(cta, blocks.CTA_LIVE, I32) - 1
     b.set_field(cta, blocks.CTA_LIVE, live)
@@ -146,9 +147,9 @@ def _barrier_complete(b: Builder, slot: Val) -> None:
 @runtime_function("emu.cluster_complete", None, cluster=PTR)
 def _cluster_complete(b: Builder, cluster: Val) -> None:
     """Release the waiters of the cluster barrier."""
-    order = b.field(cluster, CLUSTER["order"], I64)
-    with b.if_(order.ne(0)):
-        b.call("order.cluster_complete", I64, order)
+    order = b.field(cluster, CLUSTER["order"], PTR)
+    with b.if_(order.cast("ptrtoint", I64).ne(0)):
+        call_block_hook(b, "cluster_complete", order, order)
     b.set_field(cluster, CLUSTER["arrived"], b.const(0, I32))
     generation = b.field(cluster, CLUSTER["generation"], I32)
     b.set_field(cluster, CLUSTER["generation"], generation + 1)

@@ -1,7 +1,7 @@
 """Calls of the race detector (``order/hooks.py``) from native code; without rules nothing happens.
 
-The hooks take and return int64: addresses of blocks and slots, numbers. Their symbols are known
-before the runtime is linked.
+The hooks take and return int64: addresses of blocks and slots, numbers. Their own addresses are in
+the order block.
 """
 
 from __future__ import annotations
@@ -40,11 +40,19 @@ def _wide(b: Builder, value: Val | int) -> Val:
     return value.cast("ptrtoint" if value.ty == PTR else "zext", I64)
 
 
+def call_block_hook(b: Builder, name: str, block: Val, *arguments: Val | int) -> Val:
+    """The result (i64) of the hook at its place in an order block."""
+    place = 8 * (layout.FIRST_HOOK + layout.HOOKS.index(name))
+    hook = b.field(block, place, PTR)
+    wide = ", ".join(str(_wide(b, value)) for value in arguments)
+    return b.emit(f"call i64 {hook.text}({wide})", I64)
+
+
 def call_hook(b: Builder, name: str, S: Val, *arguments: Val | int) -> None:
     """Call a hook where accesses are followed; a violation leaves a fault in the state."""
-    with b.if_(b.field(S, FIELDS["order"], I64).ne(0)):
-        wide = [_wide(b, value) for value in (S, *arguments)]
-        ok = b.call(f"order.{name}", I64, *wide)
+    block = b.field(S, FIELDS["order"], PTR)
+    with b.if_(block.cast("ptrtoint", I64).ne(0)):
+        ok = call_block_hook(b, name, block, S, *arguments)
         with b.if_(ok.eq(0)):
             b.set_field(S, FIELDS["trap_code"], b.const(blocks.ORDER, I32))
 
@@ -81,6 +89,7 @@ for _name, _arguments in (
     ("group_wait", ("kind", "allowed", "reads")),
     ("tensor_wait", ("stores",)),
     ("load_read", ("site",)),
+    ("registers_used", ("site", "write")),
     ("copies_begin", ("begin",)),
 ):
     _define(_name, *_arguments)

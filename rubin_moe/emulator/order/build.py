@@ -15,7 +15,8 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 
-from rubin_moe.emulator.order.hooks import HOOKS
+from rubin_moe.emulator.order import hooks
+from rubin_moe.emulator.order.layout import HOOKS
 from rubin_moe.emulator.state import registers
 
 #: What numba wraps around a function to hand exceptions to Python: never used here.
@@ -37,12 +38,12 @@ def key() -> str:
 
 def signatures() -> dict[str, int]:
     """Number of arguments of each hook."""
-    return {name: function.__code__.co_argcount for name, function in HOOKS.items()}
+    return {name: getattr(hooks, name).__code__.co_argcount for name in HOOKS}
 
 
 def texts() -> list[str]:
     """LLVM IR of one module for each hook, which defines ``i64 order.<name>(i64, ...)``."""
-    return [_module_text(name, function) for name, function in HOOKS.items()]
+    return [_module_text(name, getattr(hooks, name)) for name in HOOKS]
 
 
 def _module_text(name: str, function: Callable[..., Any]) -> str:

@@ -32,12 +32,18 @@ from .layout import (
     COUNT_COPY,
     COUNTERS,
     COUNTS,
+    CTA_WARPS,
     ENFORCE,
+    EXIT_ARRIVAL,
+    EXIT_PENDING,
+    EXITED,
     GENERIC,
     LANE_MASK,
     LANE_SHIFT,
     LANES,
     LANES_A_CELL,
+    LEFT,
+    LEFT_COUNT,
     LENGTH,
     LOG,
     LOG_COUNT,
@@ -46,6 +52,11 @@ from .layout import (
     LOG_LIMIT,
     LOG_WORDS,
     MASK_SHIFT,
+    MBARRIER_ARRIVED,
+    MBARRIER_FROM,
+    MBARRIER_MAP,
+    MBARRIER_MAP_WORDS,
+    PIPE0,
     PLANES,
     POLLED,
     PROXY,
@@ -63,15 +74,17 @@ from .layout import (
     SMEM_SHADOW,
     SMEM_WORDS,
     STRONG,
+    TENSOR,
     TENSOR_PLACE,
     TMEM_PLANE,
     TMEM_SHADOW,
     WARP0,
+    WARPS,
     WHOLE_WORD,
     WRITE,
 )
-from .raw import wide, word
-from .synchronise import flag_access
+from .raw import half, wide, word
+from .synchronise import flag_access, join
 
 inner = njit(error_model="numpy", nogil=True)
 
@@ -200,6 +213,8 @@ def note_bytes(B, address, size, row, mine, write, proxy):
     b = wide(B)
     offset = address - b[ARENA]
     if 0 <= offset < b[ARENA_BYTES]:
+        if word(b[LEFT_COUNT])[offset >> 24] == b[CTA_WARPS]:
+            return log(B, EXITED, mine, mine, address)
         first = (offset >> 24) * b[SMEM_WORDS] + ((offset & 0xFFFFFF) >> 2)
         entry, plane = b[SMEM_SHADOW] + 8 * first, b[SMEM_PLANE]
     else:
@@ -265,6 +280,71 @@ def access(B, warp, addresses, mask, size, kind, site):
             lanes >>= 1
             lane += 1
     return 1
+
+
+@inner
+def has_exited(B, address):
+    """Whether a host address lies in the shared memory of a CTA whose warps have all exited."""
+    b = wide(B)
+    return word(b[LEFT_COUNT])[(address - b[ARENA]) >> 24] == b[CTA_WARPS]
+
+
+@inner
+def leave(B, warp, mine):
+    """A warp exits. With the last of its CTA, everything that touches the CTA's shared memory has
+    to be over, and arrivals from outside at its mbarriers seen, as far as its warps know."""
+    b = wide(B)
+    cta = warp // b[CTA_WARPS]
+    left = b[LEFT] + 4 * b[LENGTH] * cta
+    join(B, left, b[ROWS] + 4 * b[LENGTH] * warp)
+    word(b[LEFT_COUNT])[cta] += 1
+    if word(b[LEFT_COUNT])[cta] < b[CTA_WARPS]:
+        return 1
+    own = b[WARP0] + cta * b[CTA_WARPS]
+    ok = 1
+    for i in range(b[SMEM_WORDS]):
+        entry = b[SMEM_SHADOW] + 8 * (cta * b[SMEM_WORDS] + i)
+        for plane in range(PLANES):
+            held = wide(entry + plane * b[SMEM_PLANE])[0]
+            if held == 0:
+                if plane > 0:
+                    break
+                continue
+            component = (held >> COMPONENT_SHIFT) & COMPONENT_MASK
+            if own <= component < own + b[CTA_WARPS]:
+                continue
+            if word(left)[component] < (held >> CLOCK_SHIFT) & CLOCK_MASK:
+                ok &= log(B, EXIT_PENDING, mine, held, b[ARENA] + (cta << 24) + 4 * i)
+    return ok & leave_mbarriers(B, warp, left, mine)
+
+
+@inner
+def leave_mbarriers(B, warp, left, mine):
+    """Arrivals by others at the mbarriers of a CTA that exits."""
+    b = wide(B)
+    cta = warp // b[CTA_WARPS]
+    slots = half(b[MBARRIER_MAP] + 2 * (cta * b[MBARRIER_MAP_WORDS]))
+    ok = 1
+    for i in range(b[MBARRIER_MAP_WORDS]):
+        number = int(slots[i]) - 1
+        if number < 0:
+            continue
+        arrived = word(b[MBARRIER_ARRIVED] + 4 * b[LENGTH] * number)
+        for other in range(b[WARPS]):
+            for kind in range(3):
+                component = b[WARP0] + other
+                if kind == 1:
+                    component = b[COPY0] + other
+                elif kind == 2:
+                    component = b[PIPE0] + TENSOR * b[WARPS] + other
+                if kind == 0 and other // b[CTA_WARPS] == cta:
+                    continue
+                if arrived[component] > word(left)[component]:
+                    epoch = word(b[MBARRIER_FROM])[number] | component << COMPONENT_SHIFT
+                    epoch |= arrived[component] << CLOCK_SHIFT
+                    place = b[ARENA] + (cta << 24) + 8 * i
+                    ok &= log(B, EXIT_ARRIVAL, mine, epoch, place)
+    return ok
 
 
 @inner

@@ -5,9 +5,6 @@ Arguments and results are int64. A result of 0 means that the launch has to stop
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from numba import njit
 
 from ..state.registers import FIELDS, Status
@@ -16,10 +13,13 @@ from .layout import (
     CLOCK_SHIFT,
     COMPONENT_SHIFT,
     CTA_WARPS,
+    EXITED,
     LANE_SHIFT,
     MASK_SHIFT,
     MBARRIER_INIT,
+    REGISTERS,
     ROWS,
+    SITE_MASK,
     STATES,
     UNINITIALISED,
     WARP0,
@@ -78,9 +78,13 @@ def mbarrier_arrive(S, address, before, lane):
     """An arrival of one lane has been counted."""
     B, warp = _block(S), _warp(S)
     unknown = synchronise.mbarrier_arrive(B, warp, address, before)
+    mine = _epoch(S, lane)
+    synchronise.arrived_from(B, address, mine & SITE_MASK)
+    if checks.has_exited(B, address):
+        return checks.log(B, EXITED, mine, mine, address)
     if unknown == 0:
         return 1
-    return checks.log(B, UNINITIALISED, _epoch(S, lane), unknown, address)
+    return checks.log(B, UNINITIALISED, mine, unknown, address)
 
 
 def mbarrier_wait(S, addresses, mask):
@@ -147,6 +151,20 @@ def cluster_wait(S):
     return 1
 
 
+def leave(S):
+    """A warp has exited."""
+    return checks.leave(_block(S), _warp(S), _epoch(S, 0))
+
+
+def registers_used(S, site, write):
+    """Registers of wgmma number ``site`` are read, or overwritten, by another instruction."""
+    B, warp = _block(S), _warp(S)
+    if synchronise.warpgroup_done(B, warp, site):
+        return 1
+    mine = _epoch(S, 0)
+    return checks.log(B, REGISTERS, mine, mine, site)
+
+
 def fence(S, kind):
     """A fence of one of the FENCE kinds."""
     synchronise.fence(_block(S), _warp(S), kind)
@@ -185,16 +203,26 @@ def copies_begin(S, begin):
     return 1
 
 
+def warpgroup_issued(B, warp, site):
+    """See ``synchronise``."""
+    synchronise.warpgroup_issued(B, warp, site)
+    return 1
+
+
 def load_issued(B, warp, site):
     """See ``synchronise``."""
     synchronise.load_issued(B, warp, site)
     return 1
 
 
-def operation_arrive(B, address, row, component, clock):
-    """See ``synchronise``."""
+def operation_arrive(B, address, row, component, clock, site):
+    """See ``synchronise``; ``site`` issued the operation."""
     synchronise.operation_arrive(B, address, row, component, clock)
-    return 1
+    synchronise.arrived_from(B, address, site)
+    if not checks.has_exited(B, address):
+        return 1
+    mine = site | component << COMPONENT_SHIFT | clock << CLOCK_SHIFT
+    return checks.log(B, EXITED, mine, mine, address)
 
 
 def operation_arrived(B, address, before):
@@ -221,14 +249,3 @@ def note_ranges(B, base, ranges, count, row, mine, write, proxy):
 def note_cells(B, rank, boxes, count, row, mine, write):
     """See ``checks``."""
     return checks.note_cells(B, rank, boxes, count, row, mine, write)
-
-
-HOOKS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        access, converge, mbarrier_init, mbarrier_arrive, mbarrier_wait, barrier_arrive,
-        barrier_complete, cluster_arrive, cluster_complete, cluster_wait, fence, group_commit,
-        group_wait, tensor_wait, load_read, copies_begin, load_issued, operation_arrive,
-        operation_arrived, operation_mbarrier, note_ranges, note_cells,
-    )
-}  # fmt: skip

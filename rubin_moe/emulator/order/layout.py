@@ -34,7 +34,11 @@ READ, WRITE, ATOMIC = 0, 1, 2
 STRONG, ACQUIRE, RELEASE, COPY_ENGINE = 4, 8, 16, 32
 
 # what a violation is
-RACE_READ, RACE_WRITE, RACE_OVERWRITE, LANES, PROXY, PROXY_OVERWRITE, UNINITIALISED = range(1, 8)
+(
+    RACE_READ, RACE_WRITE, RACE_OVERWRITE, LANES, PROXY, PROXY_OVERWRITE, UNINITIALISED,
+    EXIT_PENDING, EXIT_ARRIVAL, EXITED, REGISTERS,
+) = range(1, 12)  # fmt: skip
+LAST_CODE = REGISTERS
 
 # groups of asynchronous operations of a warp
 GROUPS = ("cp.async", "bulk", "wgmma")
@@ -72,8 +76,18 @@ PLANES = 4
     FLAGS, FLAG_VERSION, FENCE_VERSION, FLAG_FROM, SEEN_FLAG, SEEN_DIRTY,
     COUNTS, MARKS, MARK_COUNT, LOAD_LAST, LOAD_SITES, SAVED,
     ENFORCE, LOG, LOG_LIMIT, LOG_COUNT, LOG_KEYS, LOG_KEY_LIMIT, POLLED,
-) = range(54)  # fmt: skip
-BLOCK_FIELDS = 64
+    LEFT, LEFT_COUNT, MBARRIER_FROM,
+) = range(57)  # fmt: skip
+#: Addresses of the hooks follow, in this order; arguments and results are int64.
+HOOKS = (
+    "access", "converge", "mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_arrive",
+    "barrier_complete", "leave", "registers_used", "cluster_arrive", "cluster_complete",
+    "cluster_wait", "fence", "group_commit", "group_wait", "tensor_wait", "load_read",
+    "copies_begin", "load_issued", "warpgroup_issued", "operation_arrive", "operation_arrived",
+    "operation_mbarrier", "note_ranges", "note_cells",
+)  # fmt: skip
+FIRST_HOOK = 64
+BLOCK_FIELDS = FIRST_HOOK + len(HOOKS)
 
 #: int64 words of one entry of the log: code, own epoch, other epoch, place, times, warp.
 LOG_WORDS = 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from rubin_moe.emulator.state.memory import GlobalMemory
 
 if TYPE_CHECKING:
     from rubin_moe.emulator.machine import Cluster, Geometry
+    from rubin_moe.emulator.native.compiler import OrderHooks
 
 #: Components of all clusters that rows have room for; more clusters share them, which may hide a
 #: conflict between two that share.
@@ -37,7 +37,7 @@ def _address(array: NDArray[np.generic]) -> int:
 class LaunchOrder:
     """What the clusters of one launch share: components, global memory, flags.
 
-    ``hooks`` are the runtime's functions by name; ``enforce`` makes violations of enforced rules
+    ``hooks`` are the race detector's functions; ``enforce`` makes violations of enforced rules
     stop the access. ``owners[slot]`` is the cluster that uses a slot of the components.
     """
 
@@ -45,7 +45,7 @@ class LaunchOrder:
         self,
         geometry: Geometry,
         memory: GlobalMemory,
-        hooks: dict[str, Callable[..., int]],
+        hooks: OrderHooks,
         enforce: bool,
     ) -> None:
         self.hooks, self.enforce = hooks, enforce
@@ -104,7 +104,7 @@ class ClusterOrder:
     """Clocks and shadows of one cluster; ``block`` is what native code sees."""
 
     def __init__(self, launch: LaunchOrder, cluster: Cluster, load_sites: int) -> None:
-        self.launch, self.cluster, self.hooks = launch, cluster, launch.hooks
+        self.launch, self.cluster, self.hooks = launch, cluster, launch.hooks.call
         self.slot = launch.take_slot(cluster)
         self.block = np.zeros(layout.BLOCK_FIELDS, np.int64)
         #: by mbarrier and instruction: CTA rank and warp that last issued such a copy
@@ -127,7 +127,9 @@ class ClusterOrder:
         limit = 2048
         self.log = self._table(layout.LOG, (limit, layout.LOG_WORDS), np.int64)
         self._log_keys = self._table(layout.LOG_KEYS, (2 * limit, 2), np.int64)
-        codes = set(range(1, 8)) - {layout.PROXY_OVERWRITE}
+        self._table(layout.LEFT, (cluster.size, length))
+        self._table(layout.LEFT_COUNT, (cluster.size,))
+        codes = set(range(1, layout.LAST_CODE + 1)) - {layout.PROXY_OVERWRITE}
         generic, slot = launch.generic, self.slot
         fields = {
             layout.LENGTH: length, layout.COMPONENTS: launch.components, layout.GENERIC: generic,
@@ -145,6 +147,7 @@ class ClusterOrder:
         }  # fmt: skip
         for number, value in fields.items():
             self.block[number] = value
+        self.block[layout.FIRST_HOOK :] = launch.hooks.addresses
         own = int(self.block[layout.WARP0])
         for warp in range(warps):
             self.rows[warp, own + warp] = 1
@@ -182,6 +185,7 @@ class ClusterOrder:
         self.phases = self._table(layout.MBARRIER_PHASE, (count,))
         self._table(layout.MBARRIER_INIT, (count,), np.int64)
         self._table(layout.MBARRIER_PUBLISHED, (count,))
+        self._table(layout.MBARRIER_FROM, (count,))
         self._table(layout.BARRIER_ARRIVED, (cluster.size * layout.NAMED_BARRIERS, length))
         self._table(layout.CLUSTER_ARRIVED, (1, length))
         self._table(layout.CLUSTER_DONE, (1, length))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubin_moe.emulator.isa.footprint import Footprint
+from rubin_moe.emulator.lower import RESULT_FAMILIES
 from rubin_moe.emulator.order import layout
 from rubin_moe.emulator.order.layout import (
     BULK_READ,
@@ -48,13 +49,14 @@ class Knowledge:
 
     row: Row
     component: int
-    clock: int = 0
+    clock: int
+    site: int
 
 
-def load_ordinals(sites: Iterable[UnitSite]) -> dict[int, int]:
-    """Number of each tcgen05.ld by its index in the kernel."""
-    loads = sorted(site.index for site in sites if site.family == "tmem_load")
-    return {index: number for number, index in enumerate(loads)}
+def result_ordinals(sites: Iterable[UnitSite]) -> dict[int, int]:
+    """Number of each tcgen05.ld and wgmma by its index in the kernel."""
+    found = sorted(site.index for site in sites if site.family in RESULT_FAMILIES)
+    return {index: number for number, index in enumerate(found)}
 
 
 def _places(footprints: Sequence[Footprint]) -> list[Place]:
@@ -68,8 +70,8 @@ class Operations(ClusterOrder):
     """The race detector of one cluster, as the handlers of units use it."""
 
     def __init__(self, launch: LaunchOrder, cluster: Cluster) -> None:
-        self._load_ordinals = load_ordinals(cluster.kernel.compiled.sites.values())
-        super().__init__(launch, cluster, len(self._load_ordinals))
+        self._ordinals = result_ordinals(cluster.kernel.compiled.sites.values())
+        super().__init__(launch, cluster, len(self._ordinals))
         self._rows: dict[tuple[int, int], tuple[int, Row]] = {}
         self._known: dict[int, tuple[object, list[Place], list[Place]]] = {}
         self._arena = cluster.arena.address
@@ -147,12 +149,11 @@ class Operations(ClusterOrder):
 
         return checked
 
-    def committed(self, warp: Warp) -> Knowledge:
+    def committed(self, warp: Warp, site: UnitSite) -> Knowledge:
         """What tcgen05.commit hands on: the pipe up to now."""
         number = self.number(warp)
         clock = int(self.counts[number, COUNT_TENSOR])
-        row = self._row(number).copy()
-        return Knowledge(row, self.pipe(number, TENSOR), clock)
+        return Knowledge(self._row(number), self.pipe(number, TENSOR), clock, site.index)
 
     def signalling(
         self,
@@ -194,7 +195,7 @@ class Operations(ClusterOrder):
 
         for barrier in numbers:
             self.issuers[barrier, site.index] = warp.rank, warp.index
-        handed = [Knowledge(row, first + n) if n >= 0 else None for n in numbers]
+        handed = [Knowledge(row, first + n, 0, site.index) if n >= 0 else None for n in numbers]
         return checked, handed
 
     def grouped(
@@ -233,11 +234,12 @@ class Operations(ClusterOrder):
 
         return checked
 
-    def copied(self, warp: Warp) -> Knowledge:
+    def copied(self, warp: Warp, site: UnitSite) -> Knowledge:
         """What cp.async.mbarrier.arrive hands on: the warp's copies up to now."""
         number = self.number(warp)
         component = int(self.block[layout.COPY0]) + number
-        return Knowledge(self._row(number), component, int(self.counts[number, COUNT_COPY]))
+        clock = int(self.counts[number, COUNT_COPY])
+        return Knowledge(self._row(number), component, clock, site.index)
 
     def warpgroup(
         self, warps: Sequence[Warp], site: UnitSite, op: Any, perform: Perform
@@ -245,6 +247,8 @@ class Operations(ClusterOrder):
         """wgmma: each of the four warps has to know what it reads."""
         numbers = [self.number(warp) for warp in warps]
         clock = max(self._next(number, COUNT_WGMMA) for number in numbers)
+        for number in numbers:
+            self.hooks["warpgroup_issued"](self.address, number, self._ordinals[site.index])
         row = self.rows[numbers].min(axis=0)
         leader = numbers[0]
         component = self.pipe(leader, TENSOR)
@@ -266,7 +270,7 @@ class Operations(ClusterOrder):
         counter, kind = (COUNT_STORE, STORE) if write else (COUNT_LOAD, LOAD)
         clock, row = self._next(number, counter), self._row(number, kind, LOAD + STORE - kind)
         if not write:
-            self.hooks["load_issued"](self.address, number, self._load_ordinals[site.index])
+            self.hooks["load_issued"](self.address, number, self._ordinals[site.index])
         mine = self._epoch(site, 0, self.pipe(number, kind), clock)
         key = id(op) << 4 | warp.rank
         held = self._known.get(key)
@@ -300,7 +304,9 @@ class Operations(ClusterOrder):
         if by is None:
             return update()
         row = by.row.ctypes.data
-        self.hooks["operation_arrive"](self.address, address, row, by.component, by.clock)
+        operation = by.component, by.clock, by.site
+        if not self.hooks["operation_arrive"](self.address, address, row, *operation):
+            stop(self, None)
         before = update()
         if not 0 <= before < 64:
             self.hooks["operation_arrived"](self.address, address, before)

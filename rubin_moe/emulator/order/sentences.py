@@ -67,20 +67,31 @@ _SENTENCES = {
     "between it and the generic write there",
     layout.PROXY_OVERWRITE: "overwrites {place} through the asynchronous proxy, and no "
     "fence.proxy.async lies between it and the generic write there",
+    layout.EXIT_PENDING: "the CTA exits, and nothing says that {place} is no longer touched",
+    layout.EXIT_ARRIVAL: "the CTA exits, and none of its warps has seen the last arrival from "
+    "outside at the mbarrier at {place}",
+    layout.EXITED: "touches {place}, whose warps have all exited",
+    layout.REGISTERS: "touches registers of a wgmma that no wait_group has covered",
     layout.UNINITIALISED: "uses the mbarrier at {place}, whose initialisation nothing published "
     "to it",
 }
 
 
+_FIXED = {
+    layout.LANES: "order: warp convergence",
+    layout.PROXY: "order: proxy fence",
+    layout.PROXY_OVERWRITE: "order: asynchronous overwrite",
+    layout.UNINITIALISED: "order: mbarrier initialisation",
+    layout.EXIT_PENDING: "order: exit",
+    layout.EXIT_ARRIVAL: "order: exit",
+    layout.EXITED: "order: exit",
+    layout.REGISTERS: "order: wgmma registers",
+}
+
+
 def _rule(code: int, mine: str, other: str, tensor: bool) -> str:
-    if code == layout.LANES:
-        return "order: warp convergence"
-    if code == layout.PROXY:
-        return "order: proxy fence"
-    if code == layout.PROXY_OVERWRITE:
-        return "order: asynchronous overwrite"
-    if code == layout.UNINITIALISED:
-        return "order: mbarrier initialisation"
+    if code in _FIXED:
+        return _FIXED[code]
     if tensor:
         return "order: tensor memory"
     if code == layout.RACE_OVERWRITE:
@@ -98,16 +109,17 @@ def _report(order: ClusterOrder, entry: list[int], warp: Warp | None) -> None:
     cta = now.cta if now.warp >= 0 or warp is None else warp.cta.coordinates
     findings = order.cluster.context.findings
     assert findings is not None
-    access = Access(
-        _PHRASES[before.kind], before.cta, before.warp, before.lane, before.line, before.opcode
-    )
+    access = None
+    if mine != other:
+        where = before.cta, before.warp, before.lane, before.line
+        access = Access(_PHRASES[before.kind], *where, before.opcode)
     findings.add(
         rule, sentence, kernel=order.cluster.kernel.name, cta=cta, warp=index,
         line=now.line, opcode=now.opcode, lane=now.lane, other=access,
     )  # fmt: skip
 
 
-def stop(order: ClusterOrder, warp: Warp) -> None:
+def stop(order: ClusterOrder, warp: Warp | None) -> None:
     """Raise EmulationError for the last violation of the log."""
     _report(order, order.log[int(order.block[layout.LOG_COUNT]) - 1].tolist(), warp)
     raise AssertionError("the last violation of the log is of a rule that is not enforced")

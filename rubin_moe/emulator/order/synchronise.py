@@ -50,6 +50,7 @@ from .layout import (
     MBARRIER_ARRIVED,
     MBARRIER_COUNT,
     MBARRIER_DONE,
+    MBARRIER_FROM,
     MBARRIER_INIT,
     MBARRIER_LIMIT,
     MBARRIER_MAP,
@@ -195,6 +196,14 @@ def mbarrier_arrive(B, warp, address, before):
         join(B, arrived, row)
     phase(B, number, address, before)
     return 0 if knows_init(B, row, number, False) else wide(b[MBARRIER_INIT])[number]
+
+
+@inner
+def arrived_from(B, address, site):
+    """Remember which instruction arrived last at an mbarrier."""
+    number = mbarrier_at(B, address)
+    if number >= 0:
+        word(wide(B)[MBARRIER_FROM])[number] = site
 
 
 @inner
@@ -423,6 +432,22 @@ def load_issued(B, warp, site):
     """A tcgen05.ld of the kernel's load number ``site`` has been issued."""
     b = wide(B)
     word(b[LOAD_LAST] + 4 * b[LOAD_SITES] * warp)[site] = count_of(B, warp, COUNT_LOAD)
+
+
+@inner
+def warpgroup_issued(B, warp, site):
+    """wgmma number ``site`` (they are counted after the loads) has been issued by a warp."""
+    b = wide(B)
+    word(b[LOAD_LAST] + 4 * b[LOAD_SITES] * warp)[site] = count_of(B, warp, COUNT_WGMMA)
+
+
+@inner
+def warpgroup_done(B, warp, site):
+    """Whether the warp has waited for its last wgmma number ``site``."""
+    b = wide(B)
+    clock = word(b[LOAD_LAST] + 4 * b[LOAD_SITES] * warp)[site]
+    own = pipe(B, warp - warp % b[CTA_WARPS] % 4, TENSOR)
+    return word(row_of(B, ROWS, warp))[own] >= clock
 
 
 @inner
