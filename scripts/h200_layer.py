@@ -18,8 +18,8 @@ from rubin_moe.formats.ue8m0 import UE8M0
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.epilogue import activate
-from rubin_moe.kernels.sm90.host import decode_kernel
-from rubin_moe.kernels.sm90.plan import DecodePlan
+from rubin_moe.kernels.sm90.host import kernel_of
+from rubin_moe.kernels.sm90.plan import Plan
 
 SILU, OAI = Activation(), Activation("swigluoai", 7.0)
 ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -64,11 +64,11 @@ SHAPES = {
 }
 
 
-Job = tuple[DecodePlan, Activation, bool]
+Job = tuple[Plan, Activation, bool]
 
 
 def compile_one(job: Job) -> str:
-    return f"{decode_kernel(*job).key}: {job[0]}"
+    return f"{kernel_of(*job).key}: {job[0]}"
 
 
 def compile_all(jobs: Iterable[Job]) -> None:

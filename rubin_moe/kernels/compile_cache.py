@@ -45,12 +45,13 @@ def dsl_version() -> str | None:
 
 
 @lru_cache(maxsize=8)
-def source_hash(*folders: str) -> str:
-    """SHA-256 of every Python file of these packages under `rubin_moe`, and of the rules."""
+def source_hash(*sources: str) -> str:
+    """SHA-256 of these Python files and packages under `rubin_moe`, and of the rules."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for folder in sorted({*folders, "arch"}):
-        for path in sorted((root / folder).glob("*.py")):
+    for source in sorted({*sources, "arch"}):
+        at = root / source
+        for path in [at] if at.suffix else sorted(at.glob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -75,7 +76,7 @@ def compiled(
 
     Args:
         constants: everything that the kernel was specialised on, printed.
-        folders: packages of the kernel's sources, such as ``kernels/sm107``.
+        folders: packages and files of the kernel's sources, such as ``kernels/sm107``.
         build: imports the DSL; returns the jit-able object and example arguments.
 
     Raises:

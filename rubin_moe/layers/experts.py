@@ -77,7 +77,7 @@ class MoEExperts:
         logger.debug("%s: %s", self.name, self.selection)
         self._kernel = self.selection.kernel()
         self._prepared = self._kernel.prepare(weights)
-        self._expert_map = _own_map(weights, problem)
+        self._expert_map = _own_map(weights, problem, target.device)
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         self._device = target.device
 
@@ -96,7 +96,7 @@ class MoEExperts:
         fresh = self._kernel.prepare(weights).tensors()
         for name, tensor in self.tensors().items():
             tensor.copy_(fresh[name])
-        own = _own_map(weights, self.problem)
+        own = _own_map(weights, self.problem, self._device)
         if own is not None and self._expert_map is not None:
             self._expert_map.copy_(own)
         else:
@@ -211,10 +211,10 @@ def _check_problem(weights: ExpertWeights, problem: MoEProblem) -> None:
         )
 
 
-def _own_map(weights: ExpertWeights, problem: MoEProblem) -> Tensor | None:
+def _own_map(weights: ExpertWeights, problem: MoEProblem, device: str) -> Tensor | None:
     """int32 ``[global_num_experts]``, or None where global ids are local ids."""
     if weights.expert_ids == tuple(range(problem.global_num_experts)):
         return None
     own = torch.full((problem.global_num_experts,), -1, dtype=torch.int32)
     own[list(weights.expert_ids)] = torch.arange(weights.num_experts, dtype=torch.int32)
-    return own.to(weights.w2.qdata.device)
+    return own.to(device)

@@ -107,6 +107,16 @@ def store_v2_b32(address, low, high):
     inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
 
 
+def store_b32(address, value):
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_v4_b32(address, v):
+    inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *v]
+    )
+
+
 def store_b8(address, value):
     """The low byte of a 32-bit register."""
     inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, value])
@@ -397,6 +407,15 @@ def shuffle_up(value, distance: int) -> Int32:
     )
 
 
+def shuffle_xor_f32(value, mask: int) -> Float32:
+    """The value of lane ^ mask."""
+    return inline_ptx(
+        f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {mask}, 31, -1;",
+        write_only_types=[Float32],
+        read_only_args=[value],
+    )
+
+
 def broadcast(value, lane: int) -> Int32:
     """One lane's value to its whole warp."""
     return inline_ptx(
@@ -561,4 +580,25 @@ def store_shared_b16(address, value):
     inline_ptx(
         "{\n.reg .b16 t;\ncvt.u16.u32 t, {$r1};\nst.shared.b16 [{$r0}], t;\n}",
         read_only_args=[address, value],
+    )
+
+
+def warp_max_u32(x) -> Uint32:
+    return inline_ptx(
+        "redux.sync.max.u32 {$w0}, {$r0}, -1;", write_only_types=[Uint32], read_only_args=[x]
+    )
+
+
+def warp_min_u32(x) -> Uint32:
+    return inline_ptx(
+        "redux.sync.min.u32 {$w0}, {$r0}, -1;", write_only_types=[Uint32], read_only_args=[x]
+    )
+
+
+def load_half_as_f32(kind: str, address) -> Float32:
+    """A ``bf16`` or ``f16`` of global memory."""
+    return inline_ptx(
+        f"{{\n.reg .b16 t;\nld.global.b16 t, [{{$r0}}];\ncvt.f32.{kind} {{$w0}}, t;\n}}",
+        write_only_types=[Float32],
+        read_only_args=[address],
     )

@@ -1,21 +1,34 @@
 """Tiles for a problem and a number of tokens: measured ones, else a default. Standard library."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from rubin_moe.errors import PlanError
 from rubin_moe.formats.spec import MXFP4
 from rubin_moe.kernels import tuning
 from rubin_moe.kernels.base import MoEProblem
-from rubin_moe.kernels.sm90.plan import MAX_PAIRS, DecodePlan, LayerSizes, Tiles, check
+from rubin_moe.kernels.sm90.plan import (
+    MAX_PAIRS,
+    DecodePlan,
+    LayerSizes,
+    Plan,
+    Tiles,
+    WidePlan,
+    WideTiles,
+    check,
+)
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 BUCKETS = (512, MAX_PAIRS)  # of pairs: the routing tables' sizes that kernels are built for
-_DEFAULTS = tuple(
+_DECODE = tuple(
     Tiles(warps, 2, blocks, blocks, False, 8, buffers)
     for buffers in (2, 1)
     for warps, blocks in ((24, 4), (20, 4), (16, 4), (12, 4), (8, 4), (8, 2), (4, 2), (4, 1))
 )
+_WIDE_PASSES = (16, 32, 80)
+_WIDE_FROM = 12  # tokens of an expert, on average, of shapes that were not measured
 
 
 def sizes_of(problem: MoEProblem) -> LayerSizes:
@@ -35,33 +48,56 @@ def max_tokens(problem: MoEProblem) -> int:
     return MAX_PAIRS // problem.top_k
 
 
-@lru_cache(maxsize=256)
-def choose(problem: MoEProblem, num_tokens: int) -> DecodePlan:
+@lru_cache(maxsize=4096)
+def choose(problem: MoEProblem, num_tokens: int) -> Plan:
     """The plan of a launch of ``num_tokens``, at most `max_tokens` of which count.
 
     Raises:
-        PlanError: the layer's tokens do not fit into shared memory with any tiles.
+        PlanError: nothing fits into shared memory.
     """
     pairs = min(num_tokens, max_tokens(problem)) * problem.top_k
     bucket = next(b for b in BUCKETS if b >= pairs)
     sizes = sizes_of(problem)
     measured = tuning.nearest("sm90", shape_key(sizes), num_tokens)
-    first = () if measured is None else _narrower(Tiles(**measured))
-    for tiles in (*first, *_DEFAULTS):
+    first = () if measured is None else _smaller(tiles_of(measured))
+    for tiles in (*first, *_defaults(pairs / sizes.num_experts)):
         try:
-            return check(DecodePlan(sizes, tiles, bucket))
+            return check(plan_of(sizes, tiles, bucket))
         except PlanError:
             continue
     raise PlanError(f"hidden {problem.hidden}: no tiles fit into shared memory")
 
 
-def choices(problem: MoEProblem) -> set[DecodePlan]:
+def plan_of(sizes: LayerSizes, tiles: Tiles | WideTiles, max_pairs: int) -> Plan:
+    if isinstance(tiles, WideTiles):
+        return WidePlan(sizes, tiles, max_pairs)
+    return DecodePlan(sizes, tiles, max_pairs)
+
+
+def tiles_of(measured: Mapping[str, Any]) -> Tiles | WideTiles:
+    """From a row of a file of measured tiles."""
+    return WideTiles(**measured) if "groups" in measured else Tiles(**measured)
+
+
+def _defaults(tokens: float) -> Iterator[Tiles | WideTiles]:
+    """For ``tokens`` an expert: what holds a pass's tokens over all of K may not fit."""
+    size = next((n for n in _WIDE_PASSES if n >= 1.25 * tokens), _WIDE_PASSES[-1])
+    wide = tuple(WideTiles(2, size, 2, 2, stages) for stages in (6, 5, 4, 3, 2))
+    if tokens >= _WIDE_FROM:
+        yield from wide
+    yield from _DECODE
+    yield from wide
+
+
+def choices(problem: MoEProblem) -> set[Plan]:
     """Every plan that some number of tokens may choose: what to compile ahead of serving."""
     return {choose(problem, m) for m in range(1, max_tokens(problem) + 1)}
 
 
-def _narrower(tiles: Tiles) -> tuple[Tiles, ...]:
-    """Measured tiles, then fewer warps: the tables of a larger launch take their memory."""
+def _smaller(tiles: Tiles | WideTiles) -> tuple[Tiles | WideTiles, ...]:
+    """Measured tiles, then fewer warps or stages: the tables of a larger launch take memory."""
+    if isinstance(tiles, WideTiles):
+        return tuple(replace(tiles, stages=n) for n in range(tiles.stages, 1, -1))
     return tuple(replace(tiles, warps=n) for n in range(tiles.warps, 3, -1))
 
 

@@ -22,12 +22,10 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.cute import ptx
 from rubin_moe.kernels.sm90.activate import activate
 from rubin_moe.kernels.sm90.dequant import pairs, scale_pairs
-from rubin_moe.kernels.sm90.plan import FREE_BARRIER, DecodePlan
+from rubin_moe.kernels.sm90.finish import FIRST_PASS, Finish
+from rubin_moe.kernels.sm90.plan import CHAINS, FREE_BARRIER, DecodePlan
 from rubin_moe.kernels.sm90.route import Router, count_of, expert_of, first_of
 from rubin_moe.kernels.sm90.stream import Stream
-
-CHAINS = 2  # independent accumulators of a tile, so that MMAs need not wait for one another
-FIRST_PASS = 32  # int32 word of the counters, behind the grid's
 
 
 class DecodeMoe:
@@ -38,6 +36,7 @@ class DecodeMoe:
         self.activation = activation
         self.bias = bias
         self.router = Router(plan)
+        self.finish = Finish(plan, bias)
         self.stream = Stream(plan)
         self.tiles_n = plan.tiles.pass_tokens // 8
 
@@ -122,9 +121,9 @@ class DecodeMoe:
                 smem, warp, lane, w13, w2, alpha13, alpha2, bias13, bias2, weights, h, partial,
                 counters, first1, last1, first2, last2,
             )  # fmt: skip
-        self.wait_for_all(thread, block, counters, grid)
-        self.reset(thread, block, counters, grid, passes)
-        self.sum_choices(smem, thread, block, grid, partial, out, num_tokens)
+        self.finish.wait_for_all(thread, block, counters, grid)
+        self.finish.reset(thread, block, counters, grid, passes)
+        self.finish.sum_choices(smem, thread, block, grid, partial, out, num_tokens)
 
     @cute.jit
     def set_up(self, smem, thread):
@@ -263,7 +262,8 @@ class DecodeMoe:
                     turn += 1
                     index += 1
                 self.await_tokens(smem, turn)
-                scales = self.scales1(smem, lane, tile, index, alpha13, bias13)
+                row = tile - index * sizes.tiles13
+                scales = self.finish.scales1(smem, lane, row, index, alpha13, bias13)
                 total, state, read = self.tile(
                     smem, warp, lane, turn, work, item, w13, w2, first1, first2, items1, items,
                     state, read, True,
@@ -411,23 +411,6 @@ class DecodeMoe:
     # ---- epilogues
 
     @cute.jit
-    def scales1(self, smem, lane, tile, index, alpha13, bias13):
-        """Alphas and biases of rows g and g + 8, loaded before the tile so that nothing waits."""
-        sizes = self.plan.sizes
-        word = ptx.load_shared_s32(smem + self.plan.offsets["passes"] + 4 * index)
-        expert = expert_of(word)
-        low = ptx.load_f32(alpha13 + Int64(expert) * 8)
-        high = ptx.load_f32(alpha13 + Int64(expert) * 8 + 4)
-        bias_low = Float32(0.0)
-        bias_high = Float32(0.0)
-        if cutlass.const_expr(self.bias):
-            row = expert * sizes.tiles13 + (tile - index * sizes.tiles13)
-            at = bias13 + Int64(row * 16 + (lane >> 2)) * 4
-            bias_low = ptx.load_f32(at)
-            bias_high = ptx.load_f32(at + 32)
-        return word, low, high, bias_low, bias_high
-
-    @cute.jit
     def finish1(self, smem, lane, total, tile, index, scales, h):
         """Real units, bias, activation, 16 bits; rows g and g + 8 are gate and up of a feature."""
         plan = self.plan
@@ -502,57 +485,3 @@ class DecodeMoe:
                 lower = total[4 * (i // 2) + i % 2 + 2]
                 ptx.store_f32(row, (upper * alpha + bias_low) * weight)
                 ptx.store_f32(row + 32, (lower * alpha + bias_high) * weight)
-
-    # ---- weighted sum
-
-    @cute.jit
-    def wait_for_all(self, thread, block, counters, grid):
-        """Each launch adds 2^31 to the counter in all: when its top bit has turned, all are here.
-        It never has to be set back."""
-        cute.arch.sync_threads()
-        if thread == 0:
-            rest = Int32(-(2**31)) - (grid - 1)
-            old = ptx.fetch_add_release(counters, rest if block == 0 else Int32(1))
-            seen = ptx.load_acquire(counters)
-            while (seen ^ old) >= 0:
-                seen = ptx.load_acquire(counters)
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def sum_choices(self, smem, thread, block, grid, partial, out, num_tokens):
-        """Four features a thread, choices and slabs in order; eight threads read 128 bytes."""
-        plan = self.plan
-        sizes = plan.sizes
-        quads = sizes.hidden // 4
-        pieces = (num_tokens * quads + 7) >> 3
-        piece = Int32(block) + (thread >> 3) * grid
-        while piece < pieces:
-            at = piece * 8 + (thread & 7)
-            token = at // quads
-            if token < num_tokens:
-                column = Int64((at - token * quads) * 4)
-                loaded = []
-                for k in cutlass.range_constexpr(sizes.top_k):
-                    pair = token * sizes.top_k + k
-                    expert = ptx.load_shared_s32(smem + plan.offsets["ids"] + 4 * pair)
-                    for slab in cutlass.range_constexpr(sizes.slabs):
-                        row = (Int64(pair) * sizes.slabs + slab) * sizes.hidden
-                        loaded.append((expert, ptx.load_v4_f32_cg(partial + (row + column) * 4)))
-                total = [Float32(0.0) for _ in range(4)]
-                for expert, values in loaded:
-                    for i in cutlass.range_constexpr(4):
-                        total[i] = total[i] + (values[i] if expert >= 0 else Float32(0.0))
-                ptx.store_v2_b32(
-                    out + (Int64(token) * sizes.hidden + column) * 2,
-                    ptx.pack_x2(sizes.kind, total[0], total[1]),
-                    ptx.pack_x2(sizes.kind, total[2], total[3]),
-                )
-            piece += (plan.threads >> 3) * grid
-
-    @cute.jit
-    def reset(self, thread, block, counters, grid, passes):
-        """The passes' counters for the next launch; behind the wait nobody reads them."""
-        i = Int32(block) + thread * grid
-        while i < passes:
-            ptx.store_s32(counters + Int64(FIRST_PASS + i) * 4, Int32(0))
-            i += self.plan.threads * grid

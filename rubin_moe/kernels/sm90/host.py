@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from rubin_moe.arch import SM90A
-from rubin_moe.errors import FormatError
+from rubin_moe.errors import ConfigError, FormatError
 from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.compile_cache import compiled
 from rubin_moe.kernels.launch import CompiledKernel, Launcher, launcher
-from rubin_moe.kernels.sm90.choice import choose, max_tokens, sizes_of
-from rubin_moe.kernels.sm90.plan import DecodePlan
+from rubin_moe.kernels.sm90.choice import KINDS, choose, max_tokens, sizes_of
+from rubin_moe.kernels.sm90.plan import DecodePlan, Plan, WidePlan
 from rubin_moe.kernels.sm90.scales import kernel_scales
 from rubin_moe.layouts.fp4_hopper import HopperBlocks
 from rubin_moe.layouts.gate_up import GateUpRows
 
-SOURCES = ("kernels/cute", "kernels/sm90")
+DEVICE_CODE = (
+    "activate", "decode", "dequant", "finish", "plan", "route", "stream", "wgmma", "wide",
+)  # fmt: skip
+SOURCES = ("kernels/cute", *(f"kernels/sm90/{name}.py" for name in DEVICE_CODE))
+ROUTER_SOURCES = ("kernels/cute", "kernels/sm90/top_k.py", "kernels/sm90/activate.py")
 MAX_COUNTERS = 32 + 4096
 
 
@@ -49,15 +54,21 @@ class Sm90Experts:
 
 
 class Sm90Kernel:
-    """``ExpertsKernel`` for one layer."""
+    """``ExpertsKernel`` for one layer; it computes on ``device``, wherever weights come from."""
 
-    def __init__(self, problem: MoEProblem, launch: Launcher, num_blocks: int) -> None:
+    def __init__(
+        self,
+        problem: MoEProblem,
+        launch: Launcher,
+        num_blocks: int,
+        device: torch.device | str = "cuda",
+    ) -> None:
         self.problem = problem
         self.sizes = sizes_of(problem)
         self._launch = launch
         self._num_blocks = num_blocks
+        self.device = torch.device(device)
         self._counters: dict[torch.device, Tensor] = {}
-        self._kernels: dict[int, CompiledKernel] = {}
 
     def prepare(self, weights: ExpertWeights) -> Sm90Experts:
         """Blocks of both projections, expert by expert.
@@ -70,7 +81,7 @@ class Sm90Kernel:
             raise FormatError(
                 f"{weights.name}: {weights.fmt} weights for {self.problem.weight_format}"
             )
-        e, sizes, device = weights.num_experts, self.sizes, weights.w13.qdata.device
+        e, sizes, device = weights.num_experts, self.sizes, self.device
         rows = GateUpRows(stripe=8, half_multiple=64) if sizes.gated else None
         w13, alpha13 = self._blocks(weights, "w13", weights.halves, rows, sizes.hidden)
         w2, alpha2 = self._blocks(weights, "w2", 1, None, sizes.padded_intermediate)
@@ -79,7 +90,7 @@ class Sm90Kernel:
             bias13 = torch.zeros(e, sizes.tiles13 * 16, device=device)
             bias2 = torch.zeros(e, sizes.hidden, device=device)
             if weights.w13.bias is not None:
-                ordered = weights.w13.bias
+                ordered = weights.w13.bias.to(device)
                 if sizes.gated:
                     ordered = GateUpRows(stripe=8, half_multiple=64, axis=-1).pack(ordered)
                 bias13[:, : ordered.shape[1]] = ordered
@@ -97,10 +108,11 @@ class Sm90Kernel:
         e, n, _ = proj.qdata.shape
         n = rows.storage_shape((n, 1))[0] if rows else -(-n // 64) * 64 if name == "w13" else n
         shape = layout.storage_shape((n, k))
-        out = torch.zeros((e, *shape), dtype=torch.uint8, device=proj.qdata.device)
+        out = torch.zeros((e, *shape), dtype=torch.uint8, device=self.device)
         factors = torch.empty((e, halves), dtype=torch.float64)
         for expert in range(e):
-            codes, sf = proj.qdata[expert], proj.sf[expert].clone()
+            codes = proj.qdata[expert].to(self.device)
+            sf = proj.sf[expert].to(self.device, copy=True)
             for half, part in enumerate(sf.chunk(halves)):
                 where = f"{weights.name}.{name} of expert {weights.expert_ids[expert]}"
                 scales = kernel_scales(part, weights.fmt, self.sizes.kind, where)
@@ -114,8 +126,8 @@ class Sm90Kernel:
                 codes, sf = rows.pack(codes), rows.pack(sf)
             packed = layout.pack(codes, sf)
             out[expert, : packed.shape[0], : packed.shape[1]] = packed
-        alpha = proj.dec.double() * factors.to(proj.dec.device)
-        return out, alpha.float()
+        alpha = proj.dec.double().cpu() * factors
+        return out, alpha.float().to(self.device)
 
     def run(
         self,
@@ -155,29 +167,53 @@ class Sm90Kernel:
         out: Tensor,
     ) -> None:
         m, sizes = x.shape[0], self.sizes
-        pairs = m * sizes.top_k
-        h = torch.empty((pairs, sizes.padded_intermediate), dtype=x.dtype, device=x.device)
+        pairs, plan = m * sizes.top_k, self._plan(m)
         shape = (pairs, sizes.slabs, sizes.hidden)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+        scratch = [
+            torch.empty(n, dtype=torch.uint8, device=x.device) for n in plan.scratch_bytes(pairs)
+        ]
         self._launch.launch(
-            self._kernel(m),
+            kernel_of(plan, self.problem.activation, self.problem.has_bias),
             self._num_blocks,
             [
                 w.w13, w.w2, w.alpha13, w.alpha2, w.bias13, w.bias2, x, ids, weights, expert_map,
-                h, partial, out, self._zeroed(x.device), m,
+                *scratch, partial, out, self._zeroed(x.device), m,
             ],
         )  # fmt: skip
 
-    def _plan(self, num_tokens: int) -> DecodePlan:
-        return choose(self.problem, num_tokens)
+    def route(
+        self,
+        logits: Tensor,
+        renormalize: bool = True,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Softmax and the best ``top_k`` experts of each token, in one launch before `run`'s.
 
-    def _kernel(self, num_tokens: int) -> CompiledKernel:
-        found = self._kernels.get(num_tokens)
-        if found is None:
-            plan = self._plan(num_tokens)
-            found = decode_kernel(plan, self.problem.activation, self.problem.has_bias)
-            self._kernels[num_tokens] = found
-        return found
+        Args:
+            logits: bfloat16, float16 or float32 ``[M, global experts]``, contiguous.
+            renormalize: divide the chosen scores by their sum.
+            out: int32 ids and float32 weights ``[M, top_k]``; default new ones.
+
+        Returns:
+            ids, best first (ties: the lower one), and weights.
+        """
+        p, m = self.problem, logits.shape[0]
+        if logits.shape[1:] != (p.global_num_experts,) or not logits.is_contiguous():
+            raise ConfigError(
+                f"logits {list(logits.shape)}: expected contiguous [M, {p.global_num_experts}]"
+            )
+        kind = KINDS.get(str(logits.dtype).removeprefix("torch."), "f32")
+        ids, weights = out or (
+            torch.empty((m, p.top_k), dtype=torch.int32, device=logits.device),
+            torch.empty((m, p.top_k), dtype=torch.float32, device=logits.device),
+        )
+        kernel = router_of(p.global_num_experts, p.top_k, kind, renormalize)
+        self._launch.launch(kernel, -(-m // ROUTED_AT_ONCE), [logits, ids, weights, m])
+        return ids, weights
+
+    def _plan(self, num_tokens: int) -> Plan:
+        return choose(self.problem, num_tokens)
 
     def _zeroed(self, device: torch.device) -> Tensor:
         """Counters that a launch leaves ready for the next; launches of a layer run in order."""
@@ -186,25 +222,53 @@ class Sm90Kernel:
         return self._counters[device]
 
 
-def decode_kernel(plan: DecodePlan, activation: Activation, bias: bool) -> CompiledKernel:
+@lru_cache(maxsize=1024)
+def kernel_of(plan: Plan, activation: Activation, bias: bool) -> CompiledKernel:
     """The kernel of a plan, from the cache or compiled now."""
+    wide = isinstance(plan, WidePlan)
 
     def build() -> tuple[object, tuple[object, ...]]:
         from cutlass import Int32, Int64
         from cutlass.cute.runtime import make_fake_stream
 
+        addresses = (Int64(0) for _ in range(15 if wide else 14))
+        args = (*addresses, Int32(1), Int32(1), make_fake_stream())
+        if isinstance(plan, WidePlan):
+            from rubin_moe.kernels.sm90.wide import WideMoe
+
+            return WideMoe(plan, activation, bias), args
         from rubin_moe.kernels.sm90.decode import DecodeMoe
 
-        args = (*(Int64(0) for _ in range(14)), Int32(1), Int32(1), make_fake_stream())
+        assert isinstance(plan, DecodePlan)
         return DecodeMoe(plan, activation, bias), args
 
-    constants = f"{plan!r} {activation!r} {bias}"
-    return compiled(
-        "sm90_decode", SM90A.name, constants, SOURCES, plan.threads, plan.smem_bytes, build
-    )
+    name, constants = "sm90_wide" if wide else "sm90_decode", f"{plan!r} {activation!r} {bias}"
+    return compiled(name, SM90A.name, constants, SOURCES, plan.threads, plan.smem_bytes, build)
+
+
+ROUTED_AT_ONCE = 4  # tokens of a block, a warp each
+
+
+@lru_cache(maxsize=64)
+def router_of(num_experts: int, top_k: int, kind: str, renormalize: bool) -> CompiledKernel:
+    """The kernel of `Sm90Kernel.route`, from the cache or compiled now."""
+
+    def build() -> tuple[object, tuple[object, ...]]:
+        from cutlass import Int32, Int64
+        from cutlass.cute.runtime import make_fake_stream
+
+        from rubin_moe.kernels.sm90.top_k import TopK
+
+        args = (Int64(0), Int64(0), Int64(0), Int32(1), Int32(1), make_fake_stream())
+        return TopK(num_experts, top_k, kind, renormalize, ROUTED_AT_ONCE), args
+
+    constants = f"{num_experts} {top_k} {kind} {renormalize} {ROUTED_AT_ONCE}"
+    threads = 32 * ROUTED_AT_ONCE
+    return compiled("sm90_top_k", SM90A.name, constants, ROUTER_SOURCES, threads, 0, build)
 
 
 def build(problem: MoEProblem) -> Sm90Kernel:
     """The kernel object of one layer on this machine's GPU."""
-    count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return Sm90Kernel(problem, launcher("driver"), count)
+    device = torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Sm90Kernel(problem, launcher("driver"), count, device)

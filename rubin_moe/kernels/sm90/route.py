@@ -1,7 +1,7 @@
 """Routing ids to passes, in shared memory, by every block for itself. Device code.
 
 A pass is at most ``pass_tokens`` pairs (token x top_k + choice) of one expert; its word holds the
-expert from bit 16, its first place in the sorted list of pairs from bit 5, their number below.
+expert from bit 19, its first place in the sorted list of pairs from bit 8, their number below.
 Pairs keep their order within an expert, so all blocks make the same list: a warp takes a segment
 of the pairs, 32 at a time, and counts an expert's earlier ones with a match of the lanes and a
 table; a thread an expert adds the segments up.
@@ -12,27 +12,27 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from rubin_moe.kernels.cute import ptx
-from rubin_moe.kernels.sm90.plan import DecodePlan
+from rubin_moe.kernels.sm90.plan import Plan
 
 EXPERT_BITS = 10  # of a pair's word: its place among its segment's pairs of that expert above
 
 
 def expert_of(word):
-    return word >> 16
+    return word >> 19
 
 
 def first_of(word):
-    return (word >> 5) & 2047
+    return (word >> 8) & 2047
 
 
 def count_of(word):
-    return word & 31
+    return word & 255
 
 
 class Router:
     """Device methods over one plan."""
 
-    def __init__(self, plan: DecodePlan):
+    def __init__(self, plan: Plan):
         self.plan = plan
         self.size = plan.tiles.pass_tokens
         self.num_experts = plan.sizes.num_experts
@@ -53,7 +53,7 @@ class Router:
         if warp < plan.segments:
             self.rank(smem, warp, lane, warp * segment, end)
         cute.arch.sync_threads()
-        warps = plan.tiles.warps + 1
+        warps = plan.num_warps
         rounds = -(-plan.groups // warps)
         scans = []
         counts = []
@@ -161,7 +161,7 @@ class Router:
         while at < count:
             left = count - at
             size = left if left < self.size else Int32(self.size)
-            ptx.store_shared_b32(word, (expert << 16) | ((first + at) << 5) | size)
+            ptx.store_shared_b32(word, (expert << 19) | ((first + at) << 8) | size)
             word += 4
             at += self.size
 

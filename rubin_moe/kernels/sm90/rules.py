@@ -1,5 +1,7 @@
 """What the sm_90a backend computes. Standard library only."""
 
+from dataclasses import fields
+
 from rubin_moe import envs
 from rubin_moe.errors import PlanError
 from rubin_moe.formats.spec import WEIGHT_FORMATS
@@ -27,8 +29,8 @@ def why_not_problem(problem: MoEProblem) -> str | None:
         return f"multiplies {' and '.join(KINDS)} activations; the model's are {problem.dtype}"
     if problem.num_experts > plans.MAX_EXPERTS or problem.top_k > plans.MAX_TOP_K:
         return f"at most {plans.MAX_EXPERTS} experts and top-{plans.MAX_TOP_K}"
-    if problem.hidden % plans.ROWS or problem.hidden > plans.MAX_HIDDEN:
-        return f"hidden {problem.hidden}: a multiple of {plans.ROWS}, at most {plans.MAX_HIDDEN}"
+    if problem.hidden % plans.ROWS:
+        return f"hidden {problem.hidden}: a multiple of {plans.ROWS}"
     try:
         choose(problem, 1)
     except PlanError as error:
@@ -50,17 +52,13 @@ def why_not_compiler(target: Target) -> str | None:
 def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
     """Tiles and memory of a launch; more tokens than ``pairs`` / top_k take several launches."""
     chosen = choose(problem, num_tokens)
-    t = chosen.tiles
     return KernelPlan(
         "sm90",
         {
-            "warps": t.warps,
-            "slots": t.slots,
+            "kernel": "wide" if isinstance(chosen, plans.WidePlan) else "decode",
+            **{f.name: getattr(chosen.tiles, f.name) for f in fields(chosen.tiles)},
             "blocks13": chosen.blocks13,
             "blocks2": chosen.blocks2,
-            "split13": chosen.split13,
-            "split2": chosen.split2,
-            "pass_tokens": t.pass_tokens,
             "pairs": chosen.max_pairs,
             "smem_bytes": chosen.smem_bytes,
         },

@@ -52,7 +52,7 @@ def test_published_shapes_have_a_plan(name, num_tokens):
         ({"activation_format": "mxfp8"}, "16-bit activations"),
         ({"dtype": "float32"}, "bfloat16 and float16 activations; the model's are float32"),
         ({"num_experts": 2048}, "at most 1024 experts"),
-        ({"hidden": 16384}, "hidden 16384"),
+        ({"hidden": 8200}, "hidden 8200"),
     ],
 )
 def test_what_it_does_not_compute_is_refused_with_a_reason(fields, reason):

@@ -1,4 +1,4 @@
-"""The sm_90a decode kernel, executed on the emulator, against the float64 oracle."""
+"""The sm_90a kernels against the float64 oracle: executed on the emulator, and on a GPU (--hw)."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rubin_moe.kernels.sm90 import host, plan
-from rubin_moe.kernels.sm90.plan import Tiles
+from rubin_moe.kernels.sm90.plan import Tiles, WideTiles
 from tests.layers.backends import assert_close, weights_of
 from tests.oracles import moe, problems
 
-from .layers import FORMATS, TILES, batch, kernel_of, run
+from .layers import FORMATS, MACHINES, TILES, WIDE, Machine, batch, kernel_of, run
 
 KINDS = {
     "silu": {},
@@ -26,31 +26,59 @@ def small(fmt: str = "nvfp4-ue4m3", **fields: object) -> moe.Layer:
     return problems.layer(11, fmt, 5, 288, 96, **fields)
 
 
+@pytest.fixture(params=MACHINES)
+def machine(request) -> Machine:
+    return request.param
+
+
+@pytest.fixture(params=[TILES, WIDE], ids=["decode", "wide"])
+def tiles(request) -> Tiles | WideTiles:
+    return request.param
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_formats_and_activations(fmt, kind):
+def test_formats_and_activations(fmt, kind, machine):
     layer = small(fmt, kind=kind, **KINDS[kind])
     x, ids, weights = batch(layer, 7)
-    assert_close(layer, x, ids, weights, run(kernel_of(layer), layer, x, ids, weights))
+    kernel = kernel_of(layer, machine=machine)
+    assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "kind"),
+    [("nvfp4-ue4m3", "silu"), ("mxfp4", "swigluoai"), ("nvfp4-ue5m3", "relu2")],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_wide_kernel_gives_the_same_bits(fmt, kind, dtype, machine):
+    """Other instructions, other tiles: the number of tokens may choose between them."""
+    layer = small(fmt, kind=kind, **KINDS[kind])
+    x, ids, weights = batch(layer, 33, kind="power_law")
+    args = (layer, x.to(dtype), ids, weights)
+    narrow = run(kernel_of(layer, dtype=dtype, machine=machine), *args)
+    assert torch.equal(
+        run(kernel_of(layer, tiles=WIDE, dtype=dtype, machine=machine), *args), narrow
+    )
+    assert_close(*args, narrow)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_float16(fmt):
+def test_float16(fmt, machine):
     layer = small(fmt)
     x, ids, weights = batch(layer, 7)
-    kernel = kernel_of(layer, dtype=torch.float16)
+    kernel = kernel_of(layer, dtype=torch.float16, machine=machine)
     assert_close(layer, x.half(), ids, weights, run(kernel, layer, x.half(), ids, weights))
 
 
 @pytest.mark.parametrize("kind", problems.ROUTINGS)
 @pytest.mark.parametrize("num_tokens", [1, 33])
-def test_routings(num_tokens, kind):
-    """33 tokens of one expert are five passes."""
+def test_routings(num_tokens, kind, tiles, machine):
+    """33 tokens of one expert are three passes or five."""
     layer = small()
     x, ids, weights = batch(layer, num_tokens, kind=kind)
-    kernel = kernel_of(layer)
+    kernel = kernel_of(layer, tiles=tiles, machine=machine)
     assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
-    assert not kernel._zeroed(x.device)[32:].any()  # ready for the next launch
+    assert not kernel._zeroed(kernel.device)[32:].any()  # ready for the next launch
 
 
 @pytest.mark.parametrize(
@@ -60,26 +88,30 @@ def test_routings(num_tokens, kind):
         replace(TILES, buffers=1, slots=3, blocks13=1, blocks2=1),
         replace(TILES, pass_tokens=16),
         replace(TILES, warps=10, split=True, pass_tokens=16),
+        WideTiles(groups=2, pass_tokens=24, blocks13=1, blocks2=1, stages=2),
+        WideTiles(groups=3, pass_tokens=8, blocks13=1, blocks2=1, stages=4),
     ],
     ids=str,
 )
-def test_tiles_change_no_bit(tiles):
+def test_tiles_change_no_bit(tiles, machine):
     layer = small()
     args = (layer, *batch(layer, 33, kind="power_law"))
-    assert torch.equal(run(kernel_of(layer, tiles=tiles), *args), run(kernel_of(layer), *args))
+    base = run(kernel_of(layer, machine=machine), *args)
+    assert torch.equal(run(kernel_of(layer, tiles=tiles, machine=machine), *args), base)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_delayed_asynchronous_operations_change_nothing(seed):
+def test_delayed_asynchronous_operations_change_nothing(seed, tiles):
     layer = small()
     args = (layer, *batch(layer, 17))
-    assert torch.equal(run(kernel_of(layer, seed=seed), *args), run(kernel_of(layer), *args))
+    delayed = run(kernel_of(layer, seed=seed, tiles=tiles), *args)
+    assert torch.equal(delayed, run(kernel_of(layer), *args))
 
 
-def test_rows_alone_equal_those_rows_in_a_batch_and_runs_repeat():
+def test_rows_alone_equal_those_rows_in_a_batch_and_runs_repeat(tiles, machine):
     layer = small()
     x, ids, weights = batch(layer, 33)
-    kernel = kernel_of(layer)
+    kernel = kernel_of(layer, tiles=tiles, machine=machine)
     whole = run(kernel, layer, x, ids, weights)
     assert torch.equal(run(kernel, layer, x, ids, weights), whole)
     for row in (0, 16, 32):
@@ -88,10 +120,10 @@ def test_rows_alone_equal_those_rows_in_a_batch_and_runs_repeat():
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38])
-def test_rows_without_an_expert_leak_nothing(garbage):
+def test_rows_without_an_expert_leak_nothing(garbage, tiles, machine):
     layer = small()
     x, ids, weights = batch(layer, 17)
-    kernel = kernel_of(layer)
+    kernel = kernel_of(layer, tiles=tiles, machine=machine)
     clean = run(kernel, layer, x, ids, weights)
     pad = np.arange(17) % 3 == 1
     x[torch.from_numpy(pad)], weights[pad], ids[pad] = garbage, garbage, -1
@@ -100,13 +132,13 @@ def test_rows_without_an_expert_leak_nothing(garbage):
     assert torch.equal(out[torch.from_numpy(~pad)], clean[torch.from_numpy(~pad)])
 
 
-def test_expert_maps_count_from_global_ids():
+def test_expert_maps_count_from_global_ids(machine):
     layer = small()
     x, ids, weights = batch(layer, 9)
     expert_map = torch.full((9,), -1, dtype=torch.int32)
     where = np.array([7, 2, 5, 0, 8])
     expert_map[where] = torch.arange(5, dtype=torch.int32)
-    kernel = kernel_of(layer)
+    kernel = kernel_of(layer, machine=machine)
     moved = run(kernel, layer, x, where[ids], weights, expert_map)
     assert torch.equal(moved, run(kernel, layer, x, ids, weights))
     elsewhere = where[ids]
@@ -125,38 +157,42 @@ def test_more_tokens_than_a_launch_takes(monkeypatch):
     assert len(kernel._launch.reports) == 3
 
 
-def test_long_rows_are_summed_slab_by_slab(monkeypatch):
+def test_long_rows_are_summed_slab_by_slab(monkeypatch, tiles):
     monkeypatch.setattr(plan, "SLAB_K", 64)
     layer = small(bias=True)
     x, ids, weights = batch(layer, 9)
-    kernel = kernel_of(layer)
+    kernel = kernel_of(layer, tiles=tiles)
     assert kernel.sizes.slabs == 2
     assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
 
 
-def test_gate_and_up_have_a_global_scale_each():
+def test_gate_and_up_have_a_global_scale_each(machine):
     base = small()
     dec = base.w13.dec * np.array([[1.0, 3.0]], dtype=np.float32)
     layer = replace(base, w13=replace(base.w13, dec=dec))
     x, ids, weights = batch(layer, 4)
-    assert_close(layer, x, ids, weights, run(kernel_of(layer), layer, x, ids, weights))
+    kernel = kernel_of(layer, machine=machine)
+    assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
 
 
 @pytest.mark.parametrize("fmt", FORMATS[:2])
-def test_zero_scales_are_zero_whatever_the_codes(fmt):
+def test_zero_scales_are_zero_whatever_the_codes(fmt, machine):
     base = small(fmt)
     sf = base.w13.sf.copy()
     sf[:, ::3] = 0
     layer = replace(base, w13=replace(base.w13, sf=sf))
     x, ids, weights = batch(layer, 4)
-    assert_close(layer, x, ids, weights, run(kernel_of(layer), layer, x, ids, weights))
+    kernel = kernel_of(layer, machine=machine)
+    assert_close(layer, x, ids, weights, run(kernel, layer, x, ids, weights))
 
 
-def test_router_weight_on_the_input():
+def test_router_weight_on_the_input(machine):
     layer = small(weight_on_input=True)
     x, ids, weights = batch(layer, 5, top_k=1)
     weights = np.random.default_rng(0).uniform(0.2, 0.9, (5, 1)).astype(np.float32)
-    assert_close(layer, x, ids, weights, run(kernel_of(layer, 1), layer, x, ids, weights))
+    assert_close(
+        layer, x, ids, weights, run(kernel_of(layer, 1, machine=machine), layer, x, ids, weights)
+    )
 
 
 def test_weights_read_the_same_bytes_each_time():

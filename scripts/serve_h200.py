@@ -1,0 +1,224 @@
+"""vLLM on one GPU with rubin_moe's experts and with Marlin's: same tokens, how many a second.
+
+``all FOLDER`` makes the checkpoints (`h200_models`; the shipped model is there), starts an engine
+for each of them and each implementation so that they load side by side, lets one after another
+generate and time itself, compares the tokens with the CPU backend's and writes
+docs/results/h200_serve.json. CUDA graphs are on for decoding. ``compile`` fills the kernel cache
+for the same layers and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from rubin_moe.provenance import provenance, write_result
+
+app = typer.Typer()
+ROOT = Path(__file__).parents[1]
+KJV = ROOT / "models" / "kjv" / "nvfp4-ue4m3"
+MODELS = ("kjv", "qwen3", "gptoss")
+OURS, PEER = "rubin_moe", "marlin"
+BATCHES = (1, 8, 64)
+PROMPT, CHECKED, SHORT, LONG = 32, 48, 8, 136  # tokens: of a prompt, compared, of two timed runs
+NEAR_TIE = 0.1  # standard deviations of a position's logits; bfloat16 against float32
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+
+
+def folder_of(model: str, folder: Path) -> Path:
+    return KJV if model == "kjv" else folder / model
+
+
+def prompts(number: int, vocabulary: int = 2048) -> list[list[int]]:
+    """Token ids, the same in every process."""
+    import random
+
+    rng = random.Random(number)
+    return [[rng.randrange(2, vocabulary) for _ in range(PROMPT)] for _ in range(number)]
+
+
+def engine(model: str, impl: str, folder: Path) -> Any:
+    """A vLLM engine with CUDA graphs of every batch that is timed."""
+    from vllm import LLM
+
+    experts = {"quantization": OURS} if impl == OURS else {"moe_backend": PEER}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return LLM(
+        str(folder_of(model, folder)), dtype="bfloat16", skip_tokenizer_init=True,
+        attention_backend="TRITON_ATTN", max_model_len=512, max_num_seqs=max(BATCHES),
+        enable_prefix_caching=False, kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.1,
+        compilation_config={**graphs, "cudagraph_capture_sizes": list(BATCHES)}, **experts,
+    )  # fmt: skip
+
+
+def generate(llm: Any, asked: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+    )
+    requests = [{"prompt_token_ids": prompt} for prompt in asked]
+    answers = llm.generate(requests, sampling, use_tqdm=False)
+    return [list(a.outputs[0].token_ids) for a in answers]
+
+
+def tokens_per_second(llm: Any, batch: int) -> float:
+    """Of decoding alone: two runs whose answers differ in length; the median of three pairs."""
+    asked, seconds = prompts(batch), []
+    generate(llm, asked, SHORT)
+    for _ in range(3):
+        spent = []
+        for length in (SHORT, LONG):
+            start = time.perf_counter()
+            generate(llm, asked, length)
+            spent.append(time.perf_counter() - start)
+        seconds.append(spent[1] - spent[0])
+    return batch * (LONG - SHORT) / statistics.median(seconds)
+
+
+@app.command()
+def worker(model: str, impl: str, folder: Path) -> None:
+    """One engine: ``folder / MODEL.IMPL.json``."""
+    os.environ.update(ENVIRONMENT)
+    stem = folder / f"{model}.{impl}"
+    start = time.perf_counter()
+    llm = engine(model, impl, folder)
+    ready = time.perf_counter() - start
+    Path(f"{stem}.ready").touch()
+    while not Path(f"{stem}.go").exists():
+        time.sleep(0.02)
+    mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    row: dict[str, Any] = {"model": model, "impl": impl, "cudagraph_mode": mode.name}
+    row["start_seconds"] = round(ready, 1)
+    row["tokens"] = generate(llm, prompts(8), CHECKED)
+    for batch in BATCHES:
+        row[f"tokens_per_second_{batch}"] = round(tokens_per_second(llm, batch), 1)
+    Path(f"{stem}.json").write_text(json.dumps(row))
+
+
+@app.command()
+def reference(model: str, folder: Path) -> None:
+    """Distance of the tokens of `worker` from the CPU backend's: ``folder / MODEL.gaps.json``."""
+    import torch
+    from h200_models import gaps, reference_model
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    found = reference_model(folder_of(model, folder))
+    (folder / f"{model}.reference").touch()
+    out = {}
+    for impl in (OURS, PEER):
+        path = folder / f"{model}.{impl}.json"
+        while not path.exists() and not (folder / f"{model}.{impl}.none").exists():
+            time.sleep(0.1)
+        if path.exists():
+            time.sleep(0.1)
+            answers = json.loads(path.read_text())["tokens"]
+            out[impl] = gaps(found, prompts(8), answers)
+    (folder / f"{model}.gaps.json").write_text(json.dumps(out))
+
+
+@app.command()
+def compile() -> None:
+    """Every kernel that serving these models may ask for, into the cache."""
+    from h200_layer import compile_all
+    from h200_models import problem_of_shape, problems_of
+
+    from rubin_moe.kernels.sm90.choice import choices
+
+    problems = problems_of(KJV) | {problem_of_shape(name) for name in MODELS[1:]}
+    compile_all((plan, p.activation, p.has_bias) for p in problems for plan in choices(p))
+
+
+@app.command(name="all")
+def run_all(
+    folder: Path,
+    report: Path = ROOT / "docs" / "results" / "h200_serve.json",
+    models: str = ",".join(MODELS),
+    ready_s: float = 200,
+) -> None:
+    """Checkpoints, engines, tokens, times, comparison, report."""
+    from h200_models import make
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = models.split(",")
+    for name in names:
+        if name != "kjv" and not (folder / name / "config.json").exists():
+            make(name, folder / name)
+            print("made", name, flush=True)
+    jobs = {f"{m}.{i}": _start(folder, "worker", m, i) for m in names for i in (OURS, PEER)}
+    checks = {m: _start(folder, "reference", m) for m in names}
+    begin = time.monotonic()
+    for name, process in jobs.items():
+        ready = folder / f"{name}.ready"
+        while not ready.exists() and process.poll() is None and time.monotonic() - begin < ready_s:
+            time.sleep(0.2)
+    print(f"{time.monotonic() - begin:.0f} s: loaded", flush=True)
+    for name, process in jobs.items():
+        (folder / f"{name}.go").touch()
+        if (folder / f"{name}.ready").exists():
+            _wait(process, 120)
+        else:
+            process.kill()
+        if not (folder / f"{name}.json").exists():
+            (folder / f"{name}.none").touch()
+            print(name, (folder / f"worker.{name}.log").read_text()[-1500:], flush=True)
+        print(f"{time.monotonic() - begin:.0f} s: {name}", flush=True)
+    for process in checks.values():
+        _wait(process, 120)
+    rows = [_row(folder, name) for name in jobs if (folder / f"{name}.json").exists()]
+    for row in rows:
+        print(row)
+    head = provenance(("torch", "triton", "transformers", "vllm"), "cuda")
+    head["what"] = (
+        f"greedy decoding with CUDA graphs; tokens a second of 1, 8 and 64 requests at once, "
+        f"{LONG - SHORT} tokens each; compared: {CHECKED} tokens after 8 prompts, with the CPU "
+        f"backend in float32 on the same tokens, in standard deviations of a position's logits"
+    )
+    write_result(report, head, rows)
+    ours = [row for row in rows if row["impl"] == OURS]
+    sys.exit(len(ours) < len(names) or any(row["near_ties_beyond"] for row in ours))
+
+
+def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
+    log = (folder / f"{'.'.join(command)}.log").open("wb")
+    return subprocess.Popen(
+        [sys.executable, __file__, *command, str(folder)], stdout=log, stderr=subprocess.STDOUT
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _row(folder: Path, name: str) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    del row["tokens"]
+    path = folder / f"{row['model']}.gaps.json"
+    found = json.loads(path.read_text()).get(row["impl"], []) if path.exists() else []
+    row["compared_tokens"] = len(found)
+    row["equal_tokens"] = sum(gap == 0 for gap in found)
+    row["largest_gap"] = round(max(found, default=float("inf")), 4)
+    row["near_ties_beyond"] = sum(gap > NEAR_TIE for gap in found) if found else 1
+    return row
+
+
+if __name__ == "__main__":
+    app()
