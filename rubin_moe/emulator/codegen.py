@@ -30,7 +30,7 @@ from rubin_moe.emulator.native.ir import (
     Val,
 )
 from rubin_moe.emulator.ptx.ast import TYPE_BITS, Imm, Instruction, Mem, Not, Operand, Reg, Sym, Vec
-from rubin_moe.emulator.state.registers import FIELDS, SPECIALS, Outcome
+from rubin_moe.emulator.state.registers import FIELDS, SPECIALS, Outcome, RegisterLayout
 
 #: Compiled code starts with this name; the runtime's scheduler calls it.
 KERNEL_SYMBOL = "emu.kernel"
@@ -76,6 +76,11 @@ class Emitter:
         self._previous: dict[str, Val] = {}
         self._written: list[str] = []
         self._exec: Val | None = None
+
+    @property
+    def layout(self) -> RegisterLayout:
+        """Where registers live, for launches."""
+        return self.lowered.layout
 
     # -- state fields
     def field(self, name: str, ty: Type) -> Val:

@@ -172,7 +172,7 @@ def compile_entry(
         static_smem=dynamic,
         dynamic_align=align,
         local_bytes=symbols.local_bytes,
-        layout=lowered.layout,
+        layout=emitter.layout,
         segments=_segment_counts(lowered),
         sites=sites,
         instructions=(

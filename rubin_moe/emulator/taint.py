@@ -13,6 +13,7 @@ violation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rubin_moe.emulator import taint_rules
 from rubin_moe.emulator.codegen import Emitter, SymbolPlan
@@ -33,7 +34,7 @@ from rubin_moe.emulator.ptx.ast import (
     Sym,
     Vec,
 )
-from rubin_moe.emulator.state.registers import FIELDS
+from rubin_moe.emulator.state.registers import FIELDS, RegisterLayout
 
 Taint = tuple[Val | None, ...]
 #: ``operand`` of a violation that is the guard.
@@ -133,6 +134,18 @@ class CheckedEmitter(Emitter):
             for word in range(max(bits // 32, 1))
         ]
         return tuple(words[byte // 4] for byte in range(nbytes))
+
+    @property
+    def layout(self) -> RegisterLayout:
+        """As the plain form, with the taints of clean registers."""
+        layout = self.lowered.layout
+        words = [
+            (layout.taints[name] - layout.taint_base) // 4 + word
+            for name in layout.taints
+            if name in self.clean
+            for word in range(max(TYPE_BITS[self.registers[name]] // 32, 1))
+        ]
+        return replace(layout, defined=tuple(words))
 
     @property
     def layout_taints(self) -> dict[str, int]:

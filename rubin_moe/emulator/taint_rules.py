@@ -8,7 +8,7 @@ decides alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rubin_moe.emulator.forms import Family
@@ -360,33 +360,37 @@ def _permute(em: CheckedEmitter, ins: Instruction) -> Taint:
 
 
 def _lop3(em: CheckedEmitter, ins: Instruction) -> Taint:
-    """Byte by byte, without the operands that the table does not depend on."""
+    """Byte by byte, of the operands on which a bit of the byte depends."""
     table = ins.operands[4]
     assert isinstance(table, Imm)
-    lut = int(table.value)
-    taints = []
-    for position, stride in ((1, 4), (2, 2), (3, 1)):
-        rows = [row for row in range(8) if not row & stride]
-        if any((lut >> row ^ lut >> (row + stride)) & 1 for row in rows):
-            taints.append(em.taint(ins.operands[position], 32))
-    masked = _lop3_mask(ins, lut)
-    joined = _join(em, *taints) if taints else (None,) * 4
-    return tuple(None if masked >> 8 * i & 255 == 255 else lanes for i, lanes in enumerate(joined))
+    sources = ins.operands[1:4]
+    taints = [em.taint(operand, 32) for operand in sources]
+    out = []
+    for byte in range(4):
+        needed: set[int] = set()
+        for bit in range(8 * byte, 8 * byte + 8):
+            needed |= _lop3_needs(int(table.value), sources, bit)
+        out.append(em.any_of(taints[position][byte] for position in sorted(needed)))
+    return tuple(out)
 
 
-def _lop3_mask(ins: Instruction, lut: int) -> int:
-    """Bits that a literal operand decides, whatever the others are."""
-    decided = 0
-    for position, stride in ((1, 4), (2, 2), (3, 1)):
-        operand = ins.operands[position]
-        if not isinstance(operand, Imm):
-            continue
-        for bit in range(32):
-            value = int(operand.value) >> bit & 1
-            rows = [lut >> row & 1 for row in range(8) if bool(row & stride) == bool(value)]
-            if len(set(rows)) == 1:
-                decided |= 1 << bit
-    return decided
+def _lop3_needs(table: int, sources: Sequence[Operand], bit: int) -> set[int]:
+    """Sources (0, 1, 2) on which a bit of the result depends, given the literals among them."""
+    strides = (4, 2, 1)
+    rows = [
+        row
+        for row in range(8)
+        if all(
+            not isinstance(source, Imm) or bool(row & stride) == bool(int(source.value) >> bit & 1)
+            for source, stride in zip(sources, strides, strict=True)
+        )
+    ]
+    return {
+        position
+        for position, stride in enumerate(strides)
+        for row in rows
+        if row + stride in rows and not row & stride and (table >> row ^ table >> row + stride) & 1
+    }
 
 
 def _extract(em: CheckedEmitter, ins: Instruction) -> Taint:

@@ -124,13 +124,15 @@ class RegisterLayout:
     """Byte offset of each register that lives in the state block, and the block's size.
 
     ``taints`` are the offsets of the registers' taints (64-bit registers have two, one a row), from
-    ``taint_base`` on; the plain form has none.
+    ``taint_base`` on; the plain form has none. ``defined`` are the words of those that code never
+    writes, since nothing can taint the register.
     """
 
     offsets: dict[str, int]
     size: int
     taints: dict[str, int]
     taint_base: int
+    defined: tuple[int, ...] = ()
 
     @staticmethod
     def of(vectors: dict[str, int], predicates: list[str], checked: bool = False) -> RegisterLayout:
@@ -171,6 +173,7 @@ class WarpState:
         #: by row from the first register on; a register that nothing wrote is not defined
         self.taints = self.u32[layout.taint_base // 4 :]
         self.taints.fill(FULL_MASK)
+        self.taints[list(layout.defined)] = 0
         self.layout = layout
         self.index = index
         self.address = int(self.memory.ctypes.data)
