@@ -22,11 +22,13 @@ class Row:
     Attributes:
         name: what users type; package: under `rubin_moe.kernels`, holds ``rules`` and ``host``.
         opt_in: never chosen unless named; the sentence says what choosing it means.
+        unproven: compute capabilities that it compiles for and was never run on.
     """
 
     name: str
     package: str
     opt_in: str = ""
+    unproven: tuple[tuple[int, int], ...] = ()
 
     def rules(self) -> Rules:
         return cast(Rules, importlib.import_module(f"rubin_moe.kernels.{self.package}.rules"))
@@ -37,6 +39,7 @@ ROWS: tuple[Row, ...] = (
     Row("sm90", "sm90"),
     Row("cpu", "cpu"),
     Row("cpu-tcgen05", "cpu_tcgen05"),
+    Row("triton", "triton", unproven=((8, 0), (8, 6), (8, 9))),
     Row(
         "sm107-emulated",
         "sm107_emulated",
@@ -86,14 +89,16 @@ def select(problem: MoEProblem, target: Target, backend: str | None = None) -> S
     for name in (*((wanted,) if wanted else ()), *forbidden):
         if name not in backend_names():
             raise ConfigError(f"unknown backend {name!r}; known: {', '.join(backend_names())}")
-    winner: str | None = None
+    winner: Row | None = None
     reasons: dict[str, str] = {}
     for row in ROWS:
         reason = _why_not(row, problem, target, wanted, forbidden)
-        if reason is None and winner is None:
-            winner = row.name
+        if reason is not None:
+            reasons[row.name] = reason
+        elif winner is None:
+            winner = row
         else:
-            reasons[row.name] = reason or f"{winner} comes first"
+            reasons[row.name] = f"{winner.name} comes first"
     if winner is None:
         raise UnsupportedError(
             f"no backend computes {problem.weight_format} experts with "
@@ -101,7 +106,9 @@ def select(problem: MoEProblem, target: Target, backend: str | None = None) -> S
             reasons,
         )
     why = "asked for by name" if wanted else "first in preference among those that can"
-    return Selection(winner, why, reasons, problem, target)
+    if target.capability in winner.unproven:
+        why += f"; compiled for {target}, never run on such a GPU"
+    return Selection(winner.name, why, reasons, problem, target)
 
 
 def _why_not(

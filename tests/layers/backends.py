@@ -3,8 +3,8 @@
 A new backend is one more row of `BACKENDS`; every test of the contract then runs on it.
 """
 
+import os
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import FORMATS
 from rubin_moe.kernels.activation import KINDS, Activation
 from rubin_moe.kernels.base import MoEProblem, Target
+from rubin_moe.kernels.target import installed_versions
 from rubin_moe.layers.experts import MoEExperts, problem_of
 from tests.oracles import moe, tolerance
 
@@ -47,11 +48,27 @@ BACKENDS = (
     Backend(
         "sm107-emulated",
         (("nvfp4-ue4m3", "nvfp4-ue4m3"), ("nvfp4-ue5m3", "nvfp4-ue5m3"), ("mxfp4", "mxfp8")),
-        Target("cpu", None, {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")}),
+        Target("cpu", None, installed_versions()),
         kinds=("silu", "swigluoai"),
     ),
 )
 emulation.install()
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton reads it when it is imported: `tests/kernels/triton/test_interpreted.py` sets it for a
+process of its own."""
+
+BACKENDS += (
+    Backend("triton", BACKENDS[0].pairs, Target("cpu", None, installed_versions()))
+    if INTERPRETED
+    else Backend(
+        "triton",
+        BACKENDS[0].pairs,
+        Target("cuda", (9, 0), installed_versions()),
+        device="cuda",
+        marks=(pytest.mark.hw,),
+    ),
+)
 
 
 @dataclass(frozen=True)
