@@ -133,6 +133,11 @@ _ORDER = (
             "tcgen05.fence (no peer kernel has one).",
             "order: wait::ld": "Registers of tcgen05.ld are read after tcgen05.wait::ld (every "
             "peer kernel reads them before).",
+            "order: cp.async proxy fence": "Between cp.async into shared memory and an "
+            "asynchronous read of it lies fence.proxy.async (FlashInfer's gather kernels have "
+            "none).",
+            "order: mbarrier fence": "Between mbarrier.init and an asynchronous operation on it "
+            "lies fence.mbarrier_init or fence.proxy.async (Triton's kernels have none).",
             "order: asynchronous overwrite": "Between generic accesses of shared memory and an "
             "asynchronous write of the same bytes lies fence.proxy.async.",
         },

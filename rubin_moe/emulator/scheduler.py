@@ -165,9 +165,10 @@ class Scheduler:
             )
 
     def _deadlock(self, turns: Iterable[Turn]) -> None:
-        raise EmulationError(
-            "deadlock", f"kernel {self.kernel.name}: nothing can move. {self._waiters(turns)}"
-        )
+        turns = list(turns)
+        rule = "deadlock: spinning" if any(turn.spins() for turn in turns) else "deadlock: waiting"
+        text = f"kernel {self.kernel.name}: nothing can move. {self._waiters(turns)}"
+        raise EmulationError("deadlock", text, rule)
 
     def _waiters(self, turns: Iterable[Turn]) -> str:
         lines = []

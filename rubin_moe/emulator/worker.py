@@ -108,7 +108,21 @@ class Turn:
             return f"cluster barrier: {int(cluster.block[0])} warps of {int(cluster.block[2])}"
         if status == Status.UNIT:
             return "an asynchronous operation or tensor-memory columns"
-        return "spinning"
+        return self._spin(warp)
+
+    def _spin(self, warp: Warp) -> str:
+        """What a warp polls that goes on without getting anywhere."""
+        order = self.cluster.order
+        if order is None:
+            return "spinning"
+        address, site = order.polled_by(warp)
+        if site < 0:
+            return "spinning"
+        info = self.cluster.kernel.compiled.instructions[site]
+        return (
+            f"spinning: polls {sentences.place_text(order, address)} at line {info.line} "
+            f"({info.opcode}), which nothing writes any more"
+        )
 
 
 def place_of(kernel: Kernel, warp: Warp, site: int) -> str:

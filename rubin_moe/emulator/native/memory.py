@@ -198,7 +198,8 @@ def _define_atomic(bits: int) -> None:
         clusters which run on other threads see one indivisible operation.
         """
         slots = {"a": a, "v": value, "c": compare, "r": b.const(0, vector)}
-        memory = {"s": b.alloca_slot(scalar)}
+        memory = {"s": b.alloca_slot(scalar), "e": b.alloca_slot(I32)}
+        b.store(b.const(0, I32), memory["e"])
         for key, initial in slots.items():
             memory[key] = b.alloca_slot(initial.ty)
             b.store(initial, memory[key], 64)
@@ -223,7 +224,10 @@ def _define_atomic(bits: int) -> None:
             b.cond_br(unchanged, done, again)
             b.label(done)
             b.store(old, b.gep(memory["r"], place))
-        count_effect(b, b.field(S, FIELDS["cluster"], PTR))
+            changed = b.load(memory["e"], I32) | old.ne(result).cast("zext", I32)
+            b.store(changed, memory["e"])
+        with b.if_(b.load(memory["e"], I32).ne(0)):  # else it only polled
+            count_effect(b, b.field(S, FIELDS["cluster"], PTR))
         b.ret(b.load(memory["r"], vector, 64), vector)
 
 

@@ -60,6 +60,7 @@ from .layout import (
     PLANES,
     POLLED,
     PROXY,
+    PROXY_COPY,
     PROXY_OVERWRITE,
     RACE_OVERWRITE,
     RACE_READ,
@@ -134,7 +135,10 @@ def conflict(B, row, mine, other, code, proxy, place):
             return log(B, LANES, mine, other, place)
     generic = proxy and code != RACE_OVERWRITE and component < wide(B)[GENERIC]
     if generic and knows[wide(B)[COMPONENTS] + component] < clock:
-        return log(B, PROXY if code == RACE_READ else PROXY_OVERWRITE, mine, other, place)
+        if code != RACE_READ:
+            return log(B, PROXY_OVERWRITE, mine, other, place)
+        copied = component >= wide(B)[GENERIC] >> 1
+        return log(B, PROXY_COPY if copied else PROXY, mine, other, place)
     return 1
 
 

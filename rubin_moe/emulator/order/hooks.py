@@ -14,6 +14,7 @@ from .layout import (
     COMPONENT_SHIFT,
     CTA_WARPS,
     EXITED,
+    INIT_FENCE,
     LANE_SHIFT,
     MASK_SHIFT,
     MBARRIER_INIT,
@@ -236,7 +237,8 @@ def operation_mbarrier(B, row, address, mine):
     number = synchronise.mbarrier_at(B, address)
     if number >= 0 and not synchronise.knows_init(B, row, number, True):
         unknown = wide(wide(B)[MBARRIER_INIT])[number]
-        if not checks.log(B, UNINITIALISED, mine, unknown, address):
+        known = synchronise.knows_init(B, row, number, False)
+        if not checks.log(B, INIT_FENCE if known else UNINITIALISED, mine, unknown, address):
             return -2
     return number
 

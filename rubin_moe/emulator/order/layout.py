@@ -36,9 +36,11 @@ STRONG, ACQUIRE, RELEASE, COPY_ENGINE = 4, 8, 16, 32
 # what a violation is
 (
     RACE_READ, RACE_WRITE, RACE_OVERWRITE, LANES, PROXY, PROXY_OVERWRITE, UNINITIALISED,
-    EXIT_PENDING, EXIT_ARRIVAL, EXITED, REGISTERS,
-) = range(1, 12)  # fmt: skip
-LAST_CODE = REGISTERS
+    EXIT_PENDING, EXIT_ARRIVAL, EXITED, REGISTERS, PROXY_COPY, INIT_FENCE,
+) = range(1, 14)  # fmt: skip
+LAST_CODE = INIT_FENCE
+#: Kernels that run on silicon do without.
+REPORTED = (PROXY_OVERWRITE, PROXY_COPY, INIT_FENCE)
 
 # groups of asynchronous operations of a warp
 GROUPS = ("cp.async", "bulk", "wgmma")

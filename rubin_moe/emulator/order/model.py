@@ -129,7 +129,7 @@ class ClusterOrder:
         self._log_keys = self._table(layout.LOG_KEYS, (2 * limit, 2), np.int64)
         self._table(layout.LEFT, (cluster.size, length))
         self._table(layout.LEFT_COUNT, (cluster.size,))
-        codes = set(range(1, layout.LAST_CODE + 1)) - {layout.PROXY_OVERWRITE}
+        codes = set(range(1, layout.LAST_CODE + 1)) - set(layout.REPORTED)
         generic, slot = launch.generic, self.slot
         fields = {
             layout.LENGTH: length, layout.COMPONENTS: launch.components, layout.GENERIC: generic,

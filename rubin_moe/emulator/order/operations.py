@@ -86,6 +86,11 @@ class Operations(ClusterOrder):
         """Index of a warp in its cluster."""
         return warp.rank * int(self.block[layout.CTA_WARPS]) + warp.index
 
+    def polled_by(self, warp: Warp) -> tuple[int, int]:
+        """Address and instruction of the last strong load of a warp; instruction -1: none."""
+        address, site = self.polled[self.number(warp)].tolist()
+        return address, site
+
     def _row(self, warp: int, *in_order: int) -> Row:
         """The warp's row now; its own pipes ``in_order`` know all of themselves."""
         clock = int(self.rows[warp, int(self.block[layout.WARP0]) + warp])
@@ -224,8 +229,10 @@ class Operations(ClusterOrder):
         clock, row = self._next(number, COUNT_COPY), self._row(number)
         component = int(self.block[layout.COPY0]) + number
         mine = self._epoch(site, 0, component, clock)
-        reads = [place for copy in copies for place in _places(copy.reads())]
-        writes = [place for copy in copies for place in _places(copy.writes())]
+        read = [(c.address, c.address + c.source_size) for c in copies if c.source_size]
+        written = [((c.rank << 24) + c.offset, (c.rank << 24) + c.offset + c.size) for c in copies]
+        reads: list[Place] = [("gmem", 0, np.array(read or [(0, 0)], np.int64), len(read))]
+        writes: list[Place] = [("smem", 0, np.array(written, np.int64), len(written))]
 
         def checked() -> None:
             self._touch(warp, reads, row.ctypes.data, mine, 0, 0)

@@ -42,7 +42,8 @@ def _agent(order: ClusterOrder, epoch: int) -> _Agent:
     return _Agent(kind, cta, index, lane, info.line, info.opcode)
 
 
-def _place(order: ClusterOrder, place: int) -> str:
+def place_text(order: ClusterOrder, place: int) -> str:
+    """Where an access went: shared, tensor or global memory."""
     if place >> layout.TENSOR_PLACE & 1:
         rank, cell = place >> 48 & 0xFF, place & 0xFFFFFFFF
         column, part = divmod(cell, layout.CELLS_A_COLUMN)
@@ -67,6 +68,10 @@ _SENTENCES = {
     "between it and the generic write there",
     layout.PROXY_OVERWRITE: "overwrites {place} through the asynchronous proxy, and no "
     "fence.proxy.async lies between it and the generic write there",
+    layout.PROXY_COPY: "reads {place} through the asynchronous proxy, and no fence.proxy.async "
+    "lies between it and the cp.async there",
+    layout.INIT_FENCE: "uses the mbarrier at {place}, and neither fence.mbarrier_init nor "
+    "fence.proxy.async lies between it and the initialisation",
     layout.EXIT_PENDING: "the CTA exits, and nothing says that {place} is no longer touched",
     layout.EXIT_ARRIVAL: "the CTA exits, and none of its warps has seen the last arrival from "
     "outside at the mbarrier at {place}",
@@ -82,6 +87,8 @@ _FIXED = {
     layout.PROXY: "order: proxy fence",
     layout.PROXY_OVERWRITE: "order: asynchronous overwrite",
     layout.UNINITIALISED: "order: mbarrier initialisation",
+    layout.PROXY_COPY: "order: cp.async proxy fence",
+    layout.INIT_FENCE: "order: mbarrier fence",
     layout.EXIT_PENDING: "order: exit",
     layout.EXIT_ARRIVAL: "order: exit",
     layout.EXITED: "order: exit",
@@ -104,7 +111,7 @@ def _report(order: ClusterOrder, entry: list[int], warp: Warp | None) -> None:
     now, before = _agent(order, mine), _agent(order, other)
     tensor = bool(place >> layout.TENSOR_PLACE & 1) and place > 0
     rule = _rule(code, now.kind, before.kind, tensor)
-    sentence = _SENTENCES[code].format(place=_place(order, place))
+    sentence = _SENTENCES[code].format(place=place_text(order, place))
     index = now.warp if now.warp >= 0 or warp is None else warp.index
     cta = now.cta if now.warp >= 0 or warp is None else warp.cta.coordinates
     findings = order.cluster.context.findings
