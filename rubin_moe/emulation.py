@@ -43,13 +43,13 @@ class EmulatorLauncher:
     def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
         """One launch; raises what the emulator raises, with kernel, CTA, warp and PTX line."""
         device = Device(kernel.arch)
-        for start, nbytes in _ranges(args):
+        for start, nbytes in storages(args):
             device.register_range(start, nbytes, kernel.name)
         report = device.launch(
             self._kernel(kernel),
             grid,
             kernel.block,
-            b"".join(_aligned(pack(args))),
+            b"".join(aligned(pack(args))),
             cluster=kernel.cluster,
             dynamic_smem=kernel.smem_bytes,
             seed=self.seed,
@@ -68,13 +68,13 @@ class EmulatorLauncher:
         return self._kernels[kernel.key]
 
 
-def _ranges(args: Sequence[Argument]) -> list[tuple[int, int]]:
+def storages(args: Sequence[Argument]) -> list[tuple[int, int]]:
     """Address and bytes of every tensor's storage, each once."""
     storages = [a.untyped_storage() for a in args if isinstance(a, Tensor)]
     return sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
 
 
-def _aligned(parts: list[bytes]) -> list[bytes]:
+def aligned(parts: list[bytes]) -> list[bytes]:
     """Parameters at their natural alignment, as the ABI lays them out."""
     out: list[bytes] = []
     at = 0

@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "emulate": "emulate",
     "eval": "eval",
     "inspect": "inspect",
+    "replay": "replay",
     "select": "select",
 }
 """Command name -> module of this package."""
