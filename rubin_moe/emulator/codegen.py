@@ -142,7 +142,13 @@ class Emitter:
         """``items`` go to consecutive elements of ``bits``."""
 
     def combined(
-        self, old: Operand | None, address: Val, mask: Val, size: int, space: str, value: Operand
+        self,
+        old: Operand | None,
+        address: Val,
+        mask: Val,
+        size: int,
+        space: str,
+        values: Sequence[Operand],
     ) -> None:
         """An atomic operation of ``size`` bytes a lane leaves the old value in ``old``."""
 

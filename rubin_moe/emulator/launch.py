@@ -90,6 +90,11 @@ class Device:
         """The opposite of `mark_undefined`."""
         self.memory.mark(*address_range(buffer), undefined=False)
 
+    def undefined(self, buffer: Any) -> int:
+        """Bytes of a registered buffer that are marked undefined and no checked launch wrote."""
+        shadow = self.memory.shadow(*address_range(buffer))
+        return 0 if shadow is None else int(np.count_nonzero(shadow))
+
     def launch(
         self,
         kernel: Module | Kernel,

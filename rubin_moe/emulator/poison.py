@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from rubin_moe.emulator.isa.handoff import UnitSite
+from rubin_moe.emulator.issue import taints
 from rubin_moe.emulator.machine import Cluster, Warp
 from rubin_moe.emulator.native.blocks import (
     FAULT_RULES,
     POISON_ADDRESS,
     POISON_BRANCH,
     POISON_LOG,
+    POISON_OPERAND,
     POISON_STORE,
 )
 from rubin_moe.emulator.state.memory import RANK_SHIFT
@@ -85,6 +87,13 @@ def _found(
         )
     for _ in range(min(times, 1000)):
         warp.found(FAULT_RULES[fault], sentence, info.line, info.opcode, lane)
+
+
+def require_defined(warp: Warp, site: UnitSite, position: int, lane: int) -> None:
+    """A register vector steers an operation: it must be defined."""
+    if (taints(site, warp, position) >> np.uint32(lane) & 1).any():
+        origin, address = warp.state.get("poison_site"), warp.state.get_wide("poison_address")
+        _found(warp, site.index, POISON_OPERAND, position, lane, origin, address, 1)
 
 
 def store(move: Move, op: Any, warp: Warp, site: UnitSite) -> None:

@@ -445,11 +445,18 @@ class CheckedEmitter(Emitter):
         self.settle()
 
     def combined(
-        self, old: Operand | None, address: Val, mask: Val, size: int, space: str, value: Operand
+        self,
+        old: Operand | None,
+        address: Val,
+        mask: Val,
+        size: int,
+        space: str,
+        values: Sequence[Operand],
     ) -> None:
         """An atomic operation: the old value taints the result, the new value memory."""
-        lanes = self.lanes(value)
-        self._require_outside(value, lanes, address, mask, space)
+        for value in values:
+            self._require_outside(value, self.lanes(value), address, mask, space)
+        lanes = self.any_of(self.lanes(value) for value in values)
         held = self.poison_at(address, mask, size, space)
         if "exch" in self.ins.parts:
             self.mark(address, mask, size, space, lanes)

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from rubin_moe.emulator import poison
 from rubin_moe.emulator.errors import EmulationError
 from rubin_moe.emulator.isa import mma_sync, shadow_ops, tcgen05_data, tcgen05_mma, wgmma
 from rubin_moe.emulator.isa.footprint import Footprint, rectangle
@@ -273,6 +274,8 @@ def bind_tcgen05_mma(site: UnitSite, context: LaunchContext) -> Handler:
         for lane in issuing_lanes(site, warp, mask):
             v = values(site, warp, lane)
             off = vector(site, warp, disabled)[:, lane].tolist() if disabled is not None else ()
+            if disabled is not None and warp.cta.cluster.shadow is not None:
+                poison.require_defined(warp, site, disabled, lane)
             op = tcgen05_mma.decode_mma(
                 arch=context.arch, kind=kind, cta_group=group, rank=warp.rank,
                 d=v[d] & FULL_MASK, a=v[a], b=v[b], idesc=v[idesc] & FULL_MASK,

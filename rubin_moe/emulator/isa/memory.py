@@ -144,7 +144,7 @@ def emit_reduce(em: Emitter, ins: Instruction) -> None:
     em.accessed(address, mask, size, ATOMIC, space_of(ins))
     for position, value in enumerate(values):
         place = address + position * (bits // 8)
-        em.combined(None, place, mask, bits // 8, space_of(ins), value)
+        em.combined(None, place, mask, bits // 8, space_of(ins), (value,))
         _atomic_call(em, ins, place, em.read(value, bits), None, mask)
 
 
@@ -160,8 +160,9 @@ def _emit_rmw(
     mask = em.exec_mask()
     address = checked_address(em, where, space_of(ins), bits // 8, mask)
     em.accessed(address, mask, bits // 8, ATOMIC, space_of(ins))
-    em.combined(dest, address, mask, bits // 8, space_of(ins), value)
     code = _atomic_code(ins)
+    values = (value, rest[0]) if code == "cas" else (value,)
+    em.combined(dest, address, mask, bits // 8, space_of(ins), values)
     compare = em.read(rest[0], bits) if code == "cas" else None
     return _atomic_call(em, ins, address, em.read(value, bits), compare, mask)
 

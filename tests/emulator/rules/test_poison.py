@@ -184,6 +184,16 @@ PAIRS = {
         STORE, f"atom.shared.exch.b32 %r5, [%r21], %r30; {OUT}",
         f"atom.shared.exch.b32 %r5, [%r21], %r30; {LOAD} {OUT}",
     ),
+    "compared": (
+        STORE,
+        f"{LOAD} atom.global.cas.b32 %r6, [%addr1], %r5, %r30;",
+        f"{LOAD} atom.global.cas.b32 %r6, [%addr1], %r30, %r30;",
+    ),
+    "new value of a comparison": (
+        STORE,
+        f"{LOAD} atom.global.cas.b32 %r6, [%addr1], %r30, %r5;",
+        f"{LOAD} atom.shared.cas.b32 %r6, [%r21], %r30, %r5;",
+    ),
     "transaction count": (
         OPERAND,
         f"{LOAD} setp.eq.u32 %p1, %i0, 0; @%p1 mbarrier.init.shared.b64 [%r20+512], 1; "
@@ -312,7 +322,9 @@ def test_global_memory_is_defined_unless_the_host_says_otherwise() -> None:
     device.mark_undefined(a)
     store = module(HEAD + "st.global.b32 [%addr1+128], %r30;", ".param .u64 a")
     device.launch(load_ptx(store, checked=True), 1, 32, [a], rules="enforce")
+    assert (device.undefined(a), device.undefined(a[32:])) == (128, 0)
     device.launch(kernel, 1, 32, [a], rules="enforce")
+    assert device.undefined(a) == 0
 
 
 def test_undefined_global_memory_stays_so_through_copies() -> None:
