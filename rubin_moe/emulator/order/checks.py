@@ -196,6 +196,43 @@ def note_write(B, entry, plane, row, mine, proxy, place):
 
 
 @inner
+def note_words(B, entry, plane, count, row, mine, write, proxy, place, step):
+    """An access to ``count`` whole words (or cells) in a row; ``place`` grows by ``step``.
+
+    Neighbours mostly have the same history: what was found good for one is so for the next.
+    """
+    mine |= WHOLE_WORD << MASK_SHIFT
+    written, read = wide(entry), wide(entry + plane)
+    further = wide(entry + 2 * plane)
+    good, good_read = 0, 0
+    for i in range(count):
+        before, seen = written[i], read[i]
+        unread = seen == 0 or seen == mine
+        if (before == good or before == 0) and (unread or seen == good_read):
+            if write:
+                if seen == 0:
+                    written[i] = mine
+                    continue
+                if seen == good_read and further[i] == 0:
+                    written[i], read[i] = mine, 0
+                    continue
+            else:
+                read[i] = mine
+                continue
+        place_here = place + step * i
+        if write:
+            ok = note_write(B, entry + 8 * i, plane, row, mine, proxy, place_here)
+        else:
+            ok = note_read(B, entry + 8 * i, plane, row, mine, proxy, place_here)
+        if not ok:
+            return 0
+        good = before
+        if further[i] == 0 and (write or read[i] == mine):
+            good_read = seen
+    return 1
+
+
+@inner
 def find_range(B, address):
     """Entry of the registered range that holds a global address, or 0."""
     b = wide(B)
@@ -228,6 +265,8 @@ def note_bytes(B, address, size, row, mine, write, proxy):
         entry = wide(found)[2] + 8 * ((address - (wide(found)[0] & -4)) >> 2)
         plane = wide(found)[3]
     start = address & 3
+    if start == 0 and size & 3 == 0:
+        return note_words(B, entry, plane, size >> 2, row, mine, write, proxy, address, 4)
     while size > 0:
         part = min(size, 4 - start)
         touched = mine | (((1 << part) - 1) << start) << MASK_SHIFT
@@ -366,19 +405,17 @@ def note_ranges(B, base, ranges, count, row, mine, write, proxy):
 def note_cells(B, rank, boxes, count, row, mine, write):
     """An access to rectangles of tensor memory (int64 [count, 4]: lanes, then columns)."""
     b, table = wide(B), wide(boxes)
-    mine |= WHOLE_WORD << MASK_SHIFT
     for i in range(count):
         low = table[4 * i] // LANES_A_CELL
         high = (table[4 * i + 1] + LANES_A_CELL - 1) // LANES_A_CELL
-        for column in range(table[4 * i + 2], table[4 * i + 3]):
-            for part in range(low, high):
-                cell = column * CELLS_A_COLUMN + part
-                entry = b[TMEM_SHADOW] + 8 * (rank * CELLS + cell)
-                place = 1 << TENSOR_PLACE | rank << 48 | cell
-                if write:
-                    ok = note_write(B, entry, b[TMEM_PLANE], row, mine, 0, place)
-                else:
-                    ok = note_read(B, entry, b[TMEM_PLANE], row, mine, 0, place)
-                if not ok:
-                    return 0
+        first, stop = table[4 * i + 2], table[4 * i + 3]
+        runs, length = stop - first, high - low
+        if length == CELLS_A_COLUMN:
+            runs, length = 1, length * runs  # columns follow one another
+        for run in range(runs):
+            cell = (first + run) * CELLS_A_COLUMN + low
+            entry = b[TMEM_SHADOW] + 8 * (rank * CELLS + cell)
+            place = 1 << TENSOR_PLACE | rank << 48 | cell
+            if not note_words(B, entry, b[TMEM_PLANE], length, row, mine, write, 0, place, 1):
+                return 0
     return 1

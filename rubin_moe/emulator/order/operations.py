@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +37,25 @@ if TYPE_CHECKING:
     from rubin_moe.emulator.isa.handoff import UnitSite
     from rubin_moe.emulator.machine import Cluster, Warp
 
-Row = NDArray[np.int32]
 Perform = Callable[[], None]
-#: A place for the checks: space, rank, ranges, their number.
-Place = tuple[str, int, NDArray[np.int64], int]
+
+
+class Row(NamedTuple):
+    """A row, and its address."""
+
+    clocks: NDArray[np.int32]
+    address: int
+
+
+class Place(NamedTuple):
+    """Ranges (int64) of one memory for the checks, their number, and their address."""
+
+    tensor: bool
+    rank: int
+    base: int
+    ranges: NDArray[np.int64]
+    count: int
+    address: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +74,8 @@ def result_ordinals(sites: Iterable[UnitSite]) -> dict[int, int]:
     return {index: number for number, index in enumerate(found)}
 
 
-def _places(footprints: Sequence[Footprint]) -> list[Place]:
-    return [
-        (place.space, place.rank, np.ascontiguousarray(place.ranges, np.int64), len(place.ranges))
-        for place in footprints
-    ]
+def _address(array: NDArray[Any]) -> int:
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
 class Operations(ClusterOrder):
@@ -73,8 +85,10 @@ class Operations(ClusterOrder):
         self._ordinals = result_ordinals(cluster.kernel.compiled.sites.values())
         super().__init__(launch, cluster, len(self._ordinals))
         self._rows: dict[tuple[int, int], tuple[int, Row]] = {}
+        #: by operation and rank: the operation (kept alive), what it reads and writes
         self._known: dict[int, tuple[object, list[Place], list[Place]]] = {}
         self._arena = cluster.arena.address
+        self._note_cells, self._note_ranges = self.hooks["note_cells"], self.hooks["note_ranges"]
         states = [warp.state for warp in cluster.warps]
         self.states[:] = [state.address for state in states]
         for number, state in enumerate(states):
@@ -97,9 +111,10 @@ class Operations(ClusterOrder):
         kept = self._rows.get((warp, in_order[0] if in_order else -1))
         if kept is not None and kept[0] == clock:
             return kept[1]
-        row = self.rows[warp].copy()
+        clocks = self.rows[warp].copy()
         for kind in in_order:
-            row[self.pipe(warp, kind)] = EVERYTHING
+            clocks[self.pipe(warp, kind)] = EVERYTHING
+        row = Row(clocks, _address(clocks))
         self._rows[warp, in_order[0] if in_order else -1] = clock, row
         return row
 
@@ -115,18 +130,25 @@ class Operations(ClusterOrder):
         return value - (value >> 63 << 64)  # as int64
 
     # ---- checks
+    def _place(self, space: str, rank: int, ranges: NDArray[np.int64]) -> Place:
+        ranges = np.ascontiguousarray(ranges, np.int64)
+        base = self._arena + (rank << 24) if space == "smem" else 0
+        return Place(space == "tmem", rank, base, ranges, len(ranges), _address(ranges))
+
+    def _places(self, footprints: Sequence[Footprint]) -> list[Place]:
+        return [self._place(place.space, place.rank, place.ranges) for place in footprints]
+
     def _touch(
         self, warp: Warp, places: Sequence[Place], row: int, mine: int, write: int, proxy: int
     ) -> None:
-        for space, rank, ranges, count in places:
-            if space == "tmem":
-                ok = self.hooks["note_cells"](
-                    self.address, rank, ranges.ctypes.data, count, row, mine, write
+        for place in places:
+            if place.tensor:
+                ok = self._note_cells(
+                    self.address, place.rank, place.address, place.count, row, mine, write
                 )
             else:
-                base = self._arena + (rank << 24) if space == "smem" else 0
-                ok = self.hooks["note_ranges"](
-                    self.address, base, ranges.ctypes.data, count, row, mine, write, proxy
+                ok = self._note_ranges(
+                    self.address, place.base, place.address, place.count, row, mine, write, proxy
                 )
             if not ok:
                 stop(self, warp)
@@ -135,7 +157,11 @@ class Operations(ClusterOrder):
         """Reads and writes of an operation that is decoded once for equal operands."""
         held = self._known.get(id(operation) << 4)
         if held is None:
-            held = operation, _places(operation.reads()), _places(operation.writes())
+            reads, writes = operation.reads(), operation.writes()
+            written = {(place.rank, place.ranges.tobytes()) for place in writes}
+            # what it writes is checked against everything; reading it too adds nothing
+            reads = [x for x in reads if (x.rank, x.ranges.tobytes()) not in written]
+            held = operation, self._places(reads), self._places(writes)
             self._known[id(operation) << 4] = held
         return held[1], held[2]
 
@@ -148,8 +174,8 @@ class Operations(ClusterOrder):
         reads, writes = self._of(op)
 
         def checked() -> None:
-            self._touch(warp, reads, row.ctypes.data, mine, 0, 1)
-            self._touch(warp, writes, row.ctypes.data, mine, 1, 1)
+            self._touch(warp, reads, row.address, mine, 0, 1)
+            self._touch(warp, writes, row.address, mine, 1, 1)
             perform()
 
         return checked
@@ -179,12 +205,12 @@ class Operations(ClusterOrder):
             component = int(self.block[layout.WARP0]) + number
             mine = self._epoch(site, lane, component, 0)
             place = self._arena + (rank << 24) + offset
-            found = self.hooks["operation_mbarrier"](self.address, row.ctypes.data, place, mine)
+            found = self.hooks["operation_mbarrier"](self.address, row.address, place, mine)
             if found == -2:
                 stop(self, warp)
             numbers.append(found)
         first = int(self.block[layout.MBARRIER0])
-        reads, writes = _places(footprints[0]), _places(footprints[1])
+        reads, writes = self._places(footprints[0]), self._places(footprints[1])
 
         def checked() -> None:
             for position, barrier in enumerate(numbers):
@@ -193,9 +219,9 @@ class Operations(ClusterOrder):
                 clock = int(self.phases[barrier]) + 1
                 mine = self._epoch(site, lane, first + barrier, clock, atomic)
                 if position == 0:
-                    self._touch(warp, reads, row.ctypes.data, mine, 0, proxy)
+                    self._touch(warp, reads, row.address, mine, 0, proxy)
                 touched = writes[position : position + 1]
-                self._touch(warp, touched, row.ctypes.data, mine, 1, proxy)
+                self._touch(warp, touched, row.address, mine, 1, proxy)
             perform()
 
         for barrier in numbers:
@@ -211,12 +237,12 @@ class Operations(ClusterOrder):
         clock, row = self._next(number, COUNT_BULK), self._row(number)
         source = self._epoch(site, lane, self.pipe(number, BULK_READ), clock)
         target = self._epoch(site, lane, self.pipe(number, BULK_WRITE), clock, atomic)
-        reads = _places([place for place in op.reads() if place.space == "smem"])
-        writes = _places(op.writes())
+        reads = self._places([place for place in op.reads() if place.space == "smem"])
+        writes = self._places(op.writes())
 
         def checked() -> None:
-            self._touch(warp, reads, row.ctypes.data, source, 0, 1)
-            self._touch(warp, writes, row.ctypes.data, target, 1, 1)
+            self._touch(warp, reads, row.address, source, 0, 1)
+            self._touch(warp, writes, row.address, target, 1, 1)
             perform()
 
         return checked
@@ -231,12 +257,12 @@ class Operations(ClusterOrder):
         mine = self._epoch(site, 0, component, clock)
         read = [(c.address, c.address + c.source_size) for c in copies if c.source_size]
         written = [((c.rank << 24) + c.offset, (c.rank << 24) + c.offset + c.size) for c in copies]
-        reads: list[Place] = [("gmem", 0, np.array(read or [(0, 0)], np.int64), len(read))]
-        writes: list[Place] = [("smem", 0, np.array(written, np.int64), len(written))]
+        reads = [self._place("gmem", 0, np.array(read, np.int64))] if read else []
+        writes = [self._place("smem", 0, np.array(written, np.int64))]
 
         def checked() -> None:
-            self._touch(warp, reads, row.ctypes.data, mine, 0, 0)
-            self._touch(warp, writes, row.ctypes.data, mine, 1, 0)
+            self._touch(warp, reads, row.address, mine, 0, 0)
+            self._touch(warp, writes, row.address, mine, 1, 0)
             perform()
 
         return checked
@@ -256,15 +282,16 @@ class Operations(ClusterOrder):
         clock = max(self._next(number, COUNT_WGMMA) for number in numbers)
         for number in numbers:
             self.hooks["warpgroup_issued"](self.address, number, self._ordinals[site.index])
-        row = self.rows[numbers].min(axis=0)
+        clocks = self.rows[numbers].min(axis=0)
         leader = numbers[0]
         component = self.pipe(leader, TENSOR)
-        row[component] = EVERYTHING
+        clocks[component] = EVERYTHING
+        row = Row(clocks, _address(clocks))
         mine = self._epoch(site, 0, component, clock)
-        reads = _places(op.reads(warps[0].rank))
+        reads = self._places(op.reads(warps[0].rank))
 
         def checked() -> None:
-            self._touch(warps[0], reads, row.ctypes.data, mine, 0, 1)
+            self._touch(warps[0], reads, row.address, mine, 0, 1)
             perform()
 
         return checked
@@ -282,12 +309,12 @@ class Operations(ClusterOrder):
         key = id(op) << 4 | warp.rank
         held = self._known.get(key)
         if held is None:
-            held = op, _places([op.footprint(warp.rank)]), []
+            held = op, self._places([op.footprint(warp.rank)]), []
             self._known[key] = held
         places = held[1]
 
         def checked() -> None:
-            self._touch(warp, places, row.ctypes.data, mine, int(write), 0)
+            self._touch(warp, places, row.address, mine, int(write), 0)
             perform()
 
         return checked
@@ -299,7 +326,7 @@ class Operations(ClusterOrder):
         component = int(self.block[layout.WARP0]) + number
         mine = self._epoch(site, 0, component, int(self.rows[number, component]))
         row = int(self.rows[number].ctypes.data)
-        self._touch(warp, _places(places), row, mine, 1, 0)
+        self._touch(warp, self._places(places), row, mine, 1, 0)
 
     def event(self, warp: Warp, name: str, *arguments: int) -> None:
         """A wait of the warp is over, or a group committed: the hook of that name."""
@@ -310,7 +337,7 @@ class Operations(ClusterOrder):
         before."""
         if by is None:
             return update()
-        row = by.row.ctypes.data
+        row = by.row.address
         operation = by.component, by.clock, by.site
         if not self.hooks["operation_arrive"](self.address, address, row, *operation):
             stop(self, None)
