@@ -5,7 +5,7 @@
 Writes a checkpoint of random experts (16-bit, and NVFP4 made from it) into a temporary folder,
 converts it, verification and fsync included, and writes docs/results/convert.json. Rates are of
 input bytes; those a CPU second count the time of all processes, and stay what they are on a busy
-machine.
+machine. Copies are told twice: with an fsync of every file, as a conversion has it, and without.
 """
 
 import argparse
@@ -37,36 +37,56 @@ CONFIG = {
 }
 
 
-def write_source(path: Path, layers: int, experts: int) -> Path:
-    """Random bfloat16 experts, one file a layer."""
+def write_source(path: Path, layers: int, experts: int, kind: str) -> Path:
+    """Random experts, one file a layer; ``kind``: ``bf16`` or ``nvfp4`` (ModelOpt's names)."""
     path.mkdir()
-    rng, weight_map = torch.Generator().manual_seed(0), {}
+    rng = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
     for layer in range(layers):
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for expert in range(experts):
             for name, shape in (
                 ("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH)),
             ):  # fmt: skip
-                matrix = 0.02 * torch.randn(shape, generator=rng)
-                module = f"model.layers.{layer}.mlp.experts.{expert}"
-                tensors[f"{module}.{name}_proj.weight"] = matrix.to(torch.bfloat16)
+                module = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
+                made = bf16_matrix(shape, rng) if kind == "bf16" else nvfp4_matrix(shape, rng)
+                tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in made.items()}
         file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         save_file(tensors, path / file)
         weight_map |= dict.fromkeys(tensors, file)
     config = {**CONFIG, "num_experts": experts, "num_hidden_layers": layers}
+    if kind == "nvfp4":
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return path
+
+
+def bf16_matrix(shape: tuple[int, int], rng: torch.Generator) -> dict[str, torch.Tensor]:
+    """Normally distributed."""
+    return {"weight": (0.02 * torch.randn(shape, generator=rng)).to(torch.bfloat16)}
+
+
+def nvfp4_matrix(shape: tuple[int, int], rng: torch.Generator) -> dict[str, torch.Tensor]:
+    """Any codes, block scales of six binades, and the two scalars of a W4A4 checkpoint."""
+    n, k = shape
+    scales = torch.randint(0x50, 0x7F, (n, k // 16), generator=rng, dtype=torch.uint8)
+    return {
+        "weight": torch.randint(0, 256, (n, k // 2), generator=rng, dtype=torch.uint8),
+        "weight_scale": scales.view(torch.float8_e4m3fn),
+        "weight_scale_2": 1e-5 * (1 + torch.rand((), generator=rng)),
+        "input_scale": 1e-3 * (1 + torch.rand((), generator=rng)),
+    }
 
 
 def size(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
-def plain_copy(source: Path, out: Path) -> None:
-    """Every file, in the kernel where it can, and on disk at the end."""
+def plain_copy(source: Path, out: Path, *, synced: bool) -> None:
+    """Every file, in the kernel where it can; ``synced``: on disk at the end."""
     shutil.copytree(source, out)
-    for path in out.iterdir():
+    for path in out.iterdir() if synced else ():
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
@@ -83,8 +103,8 @@ def timed(run: Callable[[], Any], out: Path) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=6, help="of NVFP4; of bf16 a third")
+    parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "convert.json")
     args = parser.parse_args()
@@ -96,8 +116,9 @@ def main() -> None:
     head["load"] = round(load, 1)  # processes that others ran when it began
     head["cores"] = len(os.sched_getaffinity(0))
     head["what"] = (
-        f"{args.layers} layers of {args.experts} experts {HIDDEN} x {WIDTH}; least of "
-        f"{args.rounds} rounds; written, synced to disk and read back"
+        f"experts of {HIDDEN} x {WIDTH}, {args.experts} a layer of NVFP4, {args.experts // 2} of "
+        f"bf16, in {args.layers} and {max(1, args.layers // 3)} files; least of {args.rounds} "
+        "rounds; written, synced to disk and read back"
     )
     write_result(args.out, head, rows)
     for row in rows:
@@ -105,13 +126,14 @@ def main() -> None:
 
 
 def measure(folder: Path, layers: int, experts: int, rounds: int) -> list[dict[str, Any]]:
-    bf16 = write_source(folder / "bf16", layers, experts)
-    convert(bf16, folder / "nvfp4", Options("nvfp4-ue4m3"), jobs=1)
-    nvfp4, out = folder / "nvfp4", folder / "out"
+    bf16 = write_source(folder / "bf16", max(1, layers // 3), experts // 2, "bf16")
+    nvfp4 = write_source(folder / "nvfp4", layers, experts, "nvfp4")
+    out = folder / "out"
     cores = len(os.sched_getaffinity(0))
     wanted = [
         (nvfp4, Options("nvfp4-ue5m3"), 1),
         (nvfp4, Options("nvfp4-ue5m3"), cores),
+        (nvfp4, Options("nvfp4-ue4m3", names="compressed-tensors"), 1),
         (nvfp4, Options("nvfp4-ue4m3", names="compressed-tensors"), cores),
         (nvfp4, Options("bf16"), 1),
         (bf16, Options("nvfp4-ue4m3"), 1),
@@ -124,22 +146,30 @@ def measure(folder: Path, layers: int, experts: int, rounds: int) -> list[dict[s
 
 def row(source: Path, out: Path, options: Options, jobs: int, rounds: int) -> dict[str, Any]:
     """One conversion; copies alternate with it."""
-    wall, cpu, copy = [], [], []
+    wall, cpu, copy, unsynced = [], [], [], []
     for _ in range(rounds):
-        copy.append(timed(lambda: plain_copy(source, out), out)[0])
+        unsynced.append(timed(lambda: plain_copy(source, out, synced=False), out)[0])
+        os.sync()  # nobody waits for another's bytes
+        copy.append(timed(lambda: plain_copy(source, out, synced=True), out)[0])
         seconds = timed(lambda: convert(source, out, options, jobs=jobs), out)
         wall.append(seconds[0])
         cpu.append(seconds[1])
     nbytes = size(source)
+
+    def rate(seconds: list[float]) -> float:
+        return round(nbytes / min(seconds) / MB, 1)
+
     return {
         "from": "bf16" if source.name == "bf16" else "nvfp4-ue4m3 (modelopt)",
         "to": options.target + (f" ({options.names})" if options.names != "auto" else ""),
         "processes": jobs,
         "bytes": nbytes,
-        "mb_per_second": round(nbytes / min(wall) / MB, 1),
-        "mb_per_cpu_second": round(nbytes / min(cpu) / MB, 1),
-        "copy_mb_per_second": round(nbytes / min(copy) / MB, 1),
+        "mb_per_second": rate(wall),
+        "mb_per_cpu_second": rate(cpu),
+        "copy_mb_per_second": rate(copy),
         "of_copy": round(min(copy) / min(wall), 3),
+        "unsynced_copy_mb_per_second": rate(unsynced),
+        "of_unsynced_copy": round(min(unsynced) / min(wall), 3),
     }
 
 

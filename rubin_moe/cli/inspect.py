@@ -36,12 +36,12 @@ def inspect(
     from rubin_moe.loader.summary import summarize
 
     with ModelCheckpoint(checkpoint) as opened:
-        summary = summarize(opened)  # type: ignore[arg-type]
+        summary = summarize(opened)
         surveyed: list[LayerScales] = []
         if scales:
             from rubin_moe.convert.scale_survey import survey_scales
 
-            surveyed = list(survey_scales(opened))  # type: ignore[arg-type]
+            surveyed = list(survey_scales(opened))
     shard = Shard(tp_size=tp, ep_size=ep)
     if as_json:
         typer.echo(json.dumps(_record(summary, surveyed, shard), indent=1))

@@ -1,10 +1,6 @@
-"""One group of a plan -> the bytes it writes, and what that lost.
+"""One group of a plan -> the bytes it writes, and what that lost."""
 
-Codes that stay what they are (NVFP4 folded or renamed, MXFP4 renamed) are not read here: the writer
-copies them, and only scales become values.
-"""
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,16 +18,14 @@ from rubin_moe.convert.output import (
 from rubin_moe.convert.plan import CopyGroup, ExpertGroup, Group, LinearGroup
 from rubin_moe.convert.quantize import quantize_expert, quantize_matrix, shared_dec
 from rubin_moe.convert.recode import recode
-from rubin_moe.convert.recode_rules import keeps_codes
+from rubin_moe.convert.rescale import keeps_codes, rescale
 from rubin_moe.convert.source import TORCH_DTYPES, DenseExpert, Source
 from rubin_moe.convert.tally import Tally
 from rubin_moe.errors import ConvertError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.formats.scales import CODECS
 from rubin_moe.formats.spec import BlockFormat
-from rubin_moe.loader.checkpoint import TensorEntry
-from rubin_moe.loader.dialect import Part, Reading
-from rubin_moe.loader.names import parse
+from rubin_moe.loader.dialect import Part
 
 
 def execute(source: Source, group: Group, options: Options, tally: Tally) -> Iterator[Piece | Span]:
@@ -44,6 +38,8 @@ def execute(source: Source, group: Group, options: Options, tally: Tally) -> Ite
         yield from _copy(source, group)
     elif isinstance(group, LinearGroup):
         yield from _linear(source, group, options)
+    elif keeps_codes(group, options):
+        yield from rescale(source, group, options, tally)
     else:
         yield from _expert(source, group, options, tally)
 
@@ -73,12 +69,9 @@ def _linear(source: Source, group: LinearGroup, options: Options) -> Iterator[Pi
             yield Piece(name, 0, tensor)
 
 
-def _expert(
-    source: Source, group: ExpertGroup, options: Options, tally: Tally
-) -> Iterator[Piece | Span]:
+def _expert(source: Source, group: ExpertGroup, options: Options, tally: Tally) -> Iterator[Piece]:
     job = group.job
-    kept = _kept_codes(group, options)
-    converted = _convert(source, group, options, tally, codes=not kept)
+    converted = _convert(source, group, options, tally)
     if job.stacked is not None:
         yield from job.stacked.pieces(job.module, group.expert, converted, group.shapes)
         return
@@ -91,35 +84,14 @@ def _expert(
             continue
         assert job.dialect is not None
         parts = expert_parts(converted, name)
-        if kept:
-            del parts["qdata"]
-            yield Span(f"{shape.path}.{job.dialect.leaf('qdata')}", kept[name])
         if not shape.dec and "dec" in parts and float(parts["dec"]) != 1:
             raise ConvertError(f"{group}.{name}: a global scale {float(parts['dec'])} remains")
         for out, tensor in encode(job.dialect, shape, parts):
             yield Piece(out, 0, tensor)
 
 
-def _kept_codes(group: ExpertGroup, options: Options) -> Mapping[str, TensorEntry]:
-    """Projection -> its tensor of codes where all are written as they are; else empty."""
-    job = group.job
-    if job.spec is None or job.fmt is None or job.stacked is not None:
-        return {}
-    if not keeps_codes(job.spec.fmt, job.fmt, options):
-        return {}
-    found: dict[str, TensorEntry] = {}
-    for entry in group.entries:
-        parsed = parse(entry.name)
-        if parsed is None or parsed.slot is None or parsed.slot.expert is None:
-            return {}
-        reading = job.spec.dialect.read(parsed.slot.leaf)
-        if isinstance(reading, Reading) and reading.part == "qdata":
-            found[parsed.slot.projection] = entry
-    return found if found.keys() == group.shapes.keys() else {}
-
-
 def _convert(
-    source: Source, group: ExpertGroup, options: Options, tally: Tally, codes: bool
+    source: Source, group: ExpertGroup, options: Options, tally: Tally
 ) -> ExpertWeights | DenseExpert:
     job = group.job
     if job.spec is None:
@@ -132,11 +104,11 @@ def _convert(
         )
         tally.quantized(dense, weights)
     else:
-        stored = source.quantized(job.spec, job.module, group.expert, group.entries, codes)
+        stored = source.quantized(job.spec, job.module, group.expert, group.entries)
         if job.fmt is None:
             return decode_expert(stored)
         weights, report = recode(stored, job.fmt, options)
-        tally.folded(weights, report)
+        tally.folded(report)
     _check_codes(weights, str(group))
     return weights
 

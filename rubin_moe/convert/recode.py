@@ -13,8 +13,8 @@ from rubin_moe.convert.recode_rules import fold_mode, why_not
 from rubin_moe.errors import ConvertError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.formats.spec import MXFP4, BlockFormat
-from rubin_moe.loader.fold import fold
-from rubin_moe.loader.fold_report import FoldReport
+from rubin_moe.loader.fold import FoldedScales, fold, fold_entry, slots
+from rubin_moe.loader.fold_report import FoldEntry, FoldReport
 from rubin_moe.loader.mxfp4_cast import mxfp4_to_nvfp4
 
 
@@ -29,9 +29,19 @@ def recode(
     reason = why_not(weights.fmt, target)
     if reason is not None:
         raise ConvertError(f"{weights.name}: {reason}")
-    mode = fold_mode(weights.fmt, target, options)
-    if weights.fmt == target and (mode == "none" or target == MXFP4):
-        return weights, FoldReport(weights.name, "none", target.name, target.name, ())
+    if weights.fmt == MXFP4 and target == MXFP4:
+        return weights, FoldReport(
+            weights.name, "none", MXFP4.name, MXFP4.name, _as_stored(weights)
+        )
     if weights.fmt == MXFP4:
         return mxfp4_to_nvfp4(weights, target.scale, force=options.force)
+    mode = fold_mode(weights.fmt, target, options)
     return fold(weights, mode, target.scale, force=options.force)
+
+
+def _as_stored(weights: ExpertWeights) -> tuple[FoldEntry, ...]:
+    return tuple(
+        fold_entry(weights.expert_ids[s.expert], s.part, 1.0, FoldedScales(sf, 0, 1.0))
+        for s in slots(weights)
+        for sf in [s.of(s.projection(weights).sf)]
+    )

@@ -24,13 +24,6 @@ def fold_mode(source: BlockFormat, target: BlockFormat, options: Options) -> Fol
     return options.fold or ("none" if source == target else "exact")
 
 
-def keeps_codes(source: BlockFormat, target: BlockFormat, options: Options) -> bool:
-    """Whether every byte of codes stays what it is, so that only scales need to be read."""
-    if source == MXFP4 or target == MXFP4:
-        return source == target
-    return fold_mode(source, target, options) != "full+requantize"
-
-
 def keeps_dec(source: BlockFormat, target: BlockFormat, has_dec: bool, options: Options) -> bool:
     """Whether a global scale remains beside scales of a type that needs none; from headers."""
     if source == MXFP4 or not has_dec:

@@ -6,6 +6,7 @@ call with the same source and options goes on after the last finished file, to t
 """
 
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -70,8 +71,7 @@ def convert(
     """
     told: Report = report or (lambda stage, done, total: None)
     out = Path(out)
-    checkpoint = ModelCheckpoint(source)
-    with checkpoint:
+    with _frozen_heap(), ModelCheckpoint(source) as checkpoint:
         partial = _work_folder(checkpoint.folder, out)
         plan = make_plan(checkpoint, options)
         written = configs(checkpoint, plan)
@@ -81,6 +81,17 @@ def convert(
             refuse_misfits(checkpoint, plan)
         with _held(partial):
             return _run(checkpoint, plan, written, partial, out, jobs, told)
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """What was there before is no garbage: collections do not search it, and its pages stay shared
+    with forked workers."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _run(

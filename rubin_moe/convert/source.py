@@ -106,44 +106,20 @@ class Source:
         module: str,
         expert: int,
         entries: Sequence[TensorEntry],
-        codes: bool = True,
     ) -> ExpertWeights:
         """One expert of an FP4 module; ``entries`` are its own and the stacked ones.
-
-        Args:
-            codes: read them; else ``qdata`` has shapes only (on torch's meta device).
 
         Raises:
             CheckpointError: see `ExpertAssembler`.
         """
-        if not codes:
-            try:
-                return self._assemble(spec, module, expert, entries, codes=False)
-            except CheckpointError:
-                pass  # what is wrong with a scale is told by the codes under it
-        return self._assemble(spec, module, expert, entries, codes=True)
-
-    def _assemble(
-        self,
-        spec: ExpertsSpec,
-        module: str,
-        expert: int,
-        entries: Sequence[TensorEntry],
-        codes: bool,
-    ) -> ExpertWeights:
         has_inputs = any(_part(spec, e) == "input_dec" for e in entries)
         inputs: InputScales = "keep" if has_inputs else "ignore"
         if all(_slot(e).expert is not None for e in entries):
             assembler = ExpertAssembler(
-                spec, Shard(expert_ids=(expert,)), module, input_scales=inputs, codes=codes
+                spec, Shard(expert_ids=(expert,)), module, input_scales=inputs
             )
             for entry in entries:
-                if codes or _part(spec, entry) != "qdata":
-                    assembler.add(entry.name, self.tensor(entry))
-                else:
-                    dtype = TORCH_DTYPES[entry.dtype]
-                    empty = torch.empty(entry.shape, dtype=dtype, device="meta")
-                    assembler.add(entry.name, empty)
+                assembler.add(entry.name, self.tensor(entry))
             return assembler.finish()
         alone = replace(spec, num_experts=1)
         assembler = ExpertAssembler(alone, name=f"{module}[{expert}]", input_scales=inputs)

@@ -9,7 +9,6 @@ import ctypes
 import os
 import signal
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rubin_moe.convert.checksum import crc32
 from rubin_moe.convert.journal import Finished
 from rubin_moe.convert.options import Options
 from rubin_moe.convert.plan import Shard
@@ -100,7 +100,7 @@ class Writer:
         """
         shard = self._shards[index]
         path = self._folder / shard.name
-        pieces = [(0, len(shard.header), zlib.crc32(shard.header))]
+        pieces = [(0, len(shard.header), crc32(shard.header))]
         tally = Tally()
         try:
             with path.open("wb") as f:  # open all along: hears of every disk error
@@ -163,7 +163,7 @@ class Writer:
                     continue
                 start, data = start + made.offset, _view(made.data)
                 _write_all(fd, data, start)
-                written.append((start, start + len(data), zlib.crc32(data)))
+                written.append((start, start + len(data), crc32(data)))
             _start_writeback(fd)
         finally:
             os.close(fd)
@@ -175,7 +175,7 @@ class Writer:
         for at in range(0, entry.nbytes, COPY_BYTES):
             data = self._buffer[: min(COPY_BYTES, entry.nbytes - at)]
             self._source.read_into(data, entry, at)
-            crc = zlib.crc32(data, crc)
+            crc = crc32(data, crc)
             _write_all(fd, data, start + at)
         return crc
 

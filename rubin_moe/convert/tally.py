@@ -32,11 +32,10 @@ class Tally:
     squared_sum: float = 0.0
     non_finite: tuple[str, ...] = ()
 
-    def folded(self, weights: "ExpertWeights", report: "FoldReport") -> None:
+    def folded(self, report: "FoldReport") -> None:
         """Adds one expert as it came out of a fold, a cast or with other names."""
-        self.experts += weights.num_experts
-        self.blocks += weights.w13.sf.numel() + weights.w2.sf.numel()
-        for field in ("rerounded", "flushed", "saturated"):
+        self.experts += 1
+        for field in ("blocks", "rerounded", "flushed", "saturated"):
             setattr(self, field, getattr(self, field) + report.total(field))
         self.max_rel_err = max(self.max_rel_err, report.max_rel_err)
 

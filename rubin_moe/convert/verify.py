@@ -6,7 +6,6 @@ checksum of a whole file follows from those of its ranges.
 """
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -127,7 +126,7 @@ def read_back(task: _Task) -> list[str]:
                     raise ConvertError(f"{task.path.name}: cannot be read back: {e}") from e
                 if got != len(data):
                     raise ConvertError(f"{task.path.name}: cut short while it was read back")
-                found = zlib.crc32(data, found)
+                found = checksum.crc32(data, found)
                 finite = finite and (out is None or _finite(out, data))
             if found != crc:
                 where = "the header" if out is None else f"tensor {out.name!r}"

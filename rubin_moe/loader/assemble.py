@@ -53,8 +53,6 @@ class ExpertAssembler:
         name: module name in the checkpoint, for messages.
         input_scales: overrides what ``spec.scheme`` asks for.
         checks: strictness and repairs of scales.
-        codes: hold them; else tensors of codes are given, checked and held as shapes only (on
-            torch's meta device), and a NaN block scale cannot be judged.
     """
 
     def __init__(
@@ -65,10 +63,8 @@ class ExpertAssembler:
         *,
         input_scales: InputScales | None = None,
         checks: ScaleChecks | None = None,
-        codes: bool = True,
     ) -> None:
         self.spec, self.name = spec, name
-        self._codes_on = "cpu" if codes else "meta"
         self.shard = shard or Shard()
         self.repairs = Repairs()
         self._checks = checks or ScaleChecks()
@@ -93,7 +89,7 @@ class ExpertAssembler:
         e, fmt = len(self.expert_ids), self.spec.fmt
         padded = self.columns.padded != self.columns.width
         return ProjectionWeights(
-            qdata=_bytes((e, n, fmt.packed_k(k)), padded, self._codes_on),
+            qdata=_bytes((e, n, fmt.packed_k(k)), padded),
             sf=_bytes((e, n, fmt.scales_k(k)), padded),
             dec=_reals((e, halves), 1.0),
             bias=_reals((e, n), 0.0) if self.spec.has_bias else None,
@@ -148,20 +144,12 @@ class ExpertAssembler:
                 self._account.mark(admitted, projection, index)
                 value = rows[row][half]
                 if admitted.part == "dec":
-                    self._check_stored_global(label, value)
+                    validate.check_stored_global(value, self.spec.dialect, label)
                 # Rounds once: a float32's reciprocal in float64 has no double rounding.
                 value = 1 / value if reading.reciprocal and value else value
                 if admitted.part == "dec":
                     validate.check_global(value, label)
                 target[index, place.half] = value
-
-    def _check_stored_global(self, label: str, stored: float) -> None:
-        low, high = self.spec.dialect.global_range
-        if stored > 0 and not low <= stored <= high:
-            raise CheckpointError(
-                f"{label}: {stored:.6g} looks like {self.spec.dialect.looks_like}; "
-                f"{self.spec.dialect} stores values within [{low:g}, {high:g}]"
-            )
 
     def _add_matrices(self, admitted: Admitted, tensor: Tensor, stacking: Stacking) -> None:
         """Codes, block scales and biases."""
@@ -274,10 +262,10 @@ class ExpertAssembler:
 
 
 # Servers set a default device and dtype while they load: neither is meant for these.
-def _bytes(shape: tuple[int, int, int], padded: bool, device: str = "cpu") -> Tensor:
+def _bytes(shape: tuple[int, int, int], padded: bool) -> Tensor:
     """uint8; zeros only where some bytes will not be written."""
     make = torch.zeros if padded else torch.empty
-    return make(shape, dtype=torch.uint8, device=device)
+    return make(shape, dtype=torch.uint8, device="cpu")
 
 
 def _reals(shape: tuple[int, int], value: float) -> Tensor:

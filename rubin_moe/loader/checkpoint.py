@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rubin_moe.errors import CheckpointError
 from rubin_moe.loader.names import parse
@@ -233,7 +233,7 @@ class Checkpoint:
         """Lets the mapped files go; views that were handed out stay valid."""
         self._open.clear()
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

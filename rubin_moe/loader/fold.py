@@ -14,8 +14,8 @@ gives the same bytes. NVFP4 stays NVFP4: group 16 with UE4M3 or UE5M3 scales.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Literal
 
@@ -102,17 +102,54 @@ def fold(
         if mode == "full+requantize":
             out.requantize(slot)
             continue
-        g = out.global_scale(slot)
-        if mode == "full":
-            out.rescale(slot, g, shift=0, alpha=1.0)
-            continue
-        shift = 0 if mode == "none" else _nearest_exact(out, slot, _split(g)[0])
-        out.rescale(slot, 2.0**shift, shift, alpha=g * 2.0**-shift)
-        out.require_exact(slot)
+        g, sf = out.global_scale(slot), slot.of(slot.projection(weights).sf)
+        out.take(slot, fold_scales(sf, g, weights.fmt, target, mode, out.where(slot)))
     report = out.report(mode)
     if mode == "full" and not force:
         refuse_loss(report, max_mean_error)
     return out.weights(), report
+
+
+@dataclass(frozen=True)
+class FoldedScales:
+    """Block scales of one matrix after a fold.
+
+    Attributes:
+        sf: uint8, as the source's; shift, alpha: see `fold_report.FoldEntry`; losses: its counts
+            and errors by name, none if nothing was lost.
+    """
+
+    sf: Tensor
+    shift: int
+    alpha: float
+    losses: Mapping[str, int | float] = field(default_factory=dict)
+
+
+def fold_scales(
+    sf: Tensor, g: float, source: BlockFormat, target: BlockFormat, mode: FoldMode, where: str
+) -> FoldedScales:
+    """One matrix under one global scale, in any mode but ``full+requantize``, which needs codes.
+
+    Args:
+        sf: uint8 scale codes of any shape; g: positive. where: for messages.
+
+    Raises:
+        FoldError, FormatError: as `fold`.
+    """
+    counts = _counts(sf, source.scale, where)
+    if mode == "full":
+        new, losses = _rescale(sf, counts, source.scale, target.scale, g)
+        return FoldedScales(new, 0, 1.0, losses)
+    shift = 0
+    if mode == "exact":
+        shift = _nearest_exact(counts, source.scale, target.scale, _split(g)[0], where)
+    new, losses = _rescale(sf, counts, source.scale, target.scale, 2.0**shift)
+    if losses:
+        raise FoldError(
+            f"{where}: {losses['rerounded']} block scales have no exact {target.scale} value; mode "
+            "'full' rounds them and says by how much"
+        )
+    return FoldedScales(new, shift, g * 2.0**-shift)
 
 
 def share_alpha(
@@ -153,7 +190,6 @@ class FoldBuilder:
         self.values = CODECS[source.fmt.scale].table
         self._new = {"w13": _own_scales(source.w13), "w2": _own_scales(source.w2)}
         self._entries: list[FoldEntry] = []
-        self._counts: dict[tuple[str, int, int], Tensor] = {}
 
     def where(self, slot: Slot) -> str:
         return f"{self.source.name} expert {self.source.expert_ids[slot.expert]} {slot.part}"
@@ -164,44 +200,20 @@ class FoldBuilder:
             raise FormatError(f"{self.where(slot)}: global scale {g}, expected a positive number")
         return g
 
-    def counts(self, slot: Slot) -> Tensor:
-        """int64 ``[256]``: how often each scale code occurs. Raises on a code without a value."""
-        key = slot.proj, slot.expert, slot.half
-        if key in self._counts:
-            return self._counts[key]
-        codes = slot.of(slot.projection(self.source).sf)
-        counts = torch.bincount(codes.reshape(-1), minlength=256)
-        bad = int(counts[CODECS[self.source.fmt.scale].max_code + 1 :].sum())
-        if bad:
-            raise FormatError(
-                f"{self.where(slot)}: {bad} of {codes.numel()} block scales are no "
-                f"{self.source.fmt.scale} value (NaN or a set sign bit)"
-            )
-        self._counts[key] = counts
-        return counts
-
     def rescale(self, slot: Slot, factor: float, shift: int, alpha: float) -> None:
         """Stores ``round(sf * factor)``; a new code depends on the old one alone."""
-        counts = self.counts(slot)
-        made = _rescaled(self.source.fmt.scale, self.target.scale, factor)
         codes = slot.of(slot.projection(self.source).sf)
-        new = made.table.index_select(0, codes.reshape(-1).int())
-        self._store(slot, new.view(codes.shape), alpha)
-        rerounded = int(counts[made.changed].sum())
-        if not rerounded:
-            self._add(slot, shift, alpha)
-            return
-        seen = counts * made.alive
-        self._add(
-            slot,
-            shift,
-            alpha,
-            rerounded=rerounded,
-            flushed=int(seen[made.table == 0].sum()),
-            saturated=int(seen[made.saturated].sum()),
-            max_rel_err=float(made.rel_err[seen > 0].max()),
-            mean_rel_err=float((made.rel_err * seen).sum()) / int(seen.sum()),
-        )
+        source, target = self.source.fmt.scale, self.target.scale
+        counts = _counts(codes, source, self.where(slot))
+        new, losses = _rescale(codes, counts, source, target, factor)
+        self.take(slot, FoldedScales(new, shift, alpha, losses))
+
+    def take(self, slot: Slot, folded: FoldedScales) -> None:
+        """Stores what `fold_scales` made of a slot."""
+        slot.of(self._new[slot.proj].sf)[...] = folded.sf
+        self._new[slot.proj].dec[slot.expert, slot.half] = folded.alpha
+        expert, g = self.source.expert_ids[slot.expert], self.global_scale(slot)
+        self._entries.append(fold_entry(expert, slot.part, g, folded))
 
     def requantize(self, slot: Slot) -> None:
         """Stores the scales and codes nearest to the decoded weights, alpha 1.
@@ -209,8 +221,8 @@ class FoldBuilder:
         Per block the better of a fresh search and of the old codes under the re-rounded scale.
         """
         fmt, g, proj = self.source.fmt, self.global_scale(slot), slot.projection(self.source)
-        self.counts(slot)
         sf, qdata = slot.of(proj.sf), slot.of(proj.qdata)
+        _counts(sf, fmt.scale, self.where(slot))
         stored = blockquant.dequantize(qdata, sf, fmt, g)
         fresh = blockquant.quantize(stored, self.target, search=True)
         kept = self.codec.encode(self.values.nan_to_num(0.0) * g)[sf.int()]
@@ -219,31 +231,19 @@ class FoldBuilder:
         better = _block_error(old, stored, self.target) < _block_error(new, stored, self.target)
         new_sf = torch.where(better, kept, fresh.sf)
         wide = better.repeat_interleave(self.target.packed_k(self.target.sf_vec_size), -1)
-        self._store(slot, new_sf, 1.0)
         self._codes(slot.proj)[slot.expert, slot.rows] = torch.where(wide, qdata, fresh.qdata)
         elements = better.repeat_interleave(self.target.sf_vec_size, -1)
         error = (torch.where(elements, old, new) - stored).abs() / stored.abs()
         error = error[stored != 0]
-        self._add(
-            slot,
-            shift=0,
-            alpha=1.0,
-            rerounded=int(
-                (self.codec.decode(new_sf, torch.float64) != self.values[sf.int()] * g).sum()
-            ),
-            flushed=int(((new_sf == 0) & (sf != 0)).sum()),
-            saturated=int((new_sf == self.codec.max_code).sum()),
-            max_rel_err=float(error.max()) if error.numel() else 0.0,
-            mean_rel_err=float(error.double().mean()) if error.numel() else 0.0,
-        )
-
-    def require_exact(self, slot: Slot) -> None:
-        """Raises FoldError if the last `rescale` changed a value."""
-        if self._entries[-1].rerounded:
-            raise FoldError(
-                f"{self.where(slot)}: {self._entries[-1].rerounded} block scales have no exact "
-                f"{self.target.scale} value; mode 'full' rounds them and says by how much"
-            )
+        kept_value = self.codec.decode(new_sf, torch.float64) == self.values[sf.int()] * g
+        losses = {
+            "rerounded": int((~kept_value).sum()),
+            "flushed": int(((new_sf == 0) & (sf != 0)).sum()),
+            "saturated": int((new_sf == self.codec.max_code).sum()),
+            "max_rel_err": float(error.max()) if error.numel() else 0.0,
+            "mean_rel_err": float(error.double().mean()) if error.numel() else 0.0,
+        }
+        self.take(slot, FoldedScales(new_sf, 0, 1.0, losses))
 
     def weights(self) -> ExpertWeights:
         return replace(self.source, fmt=self.target, w13=self._new["w13"], w2=self._new["w2"])
@@ -252,10 +252,6 @@ class FoldBuilder:
         source, target = self.source.fmt.name, self.target.name
         return FoldReport(self.source.name, mode, source, target, tuple(self._entries))
 
-    def _store(self, slot: Slot, sf: Tensor, alpha: float) -> None:
-        slot.of(self._new[slot.proj].sf)[...] = sf
-        self._new[slot.proj].dec[slot.expert, slot.half] = alpha
-
     def _codes(self, proj: str) -> Tensor:
         """The projection's own copy of its codes, made when first written."""
         new, old = self._new[proj], getattr(self.source, proj)
@@ -263,12 +259,65 @@ class FoldBuilder:
             self._new[proj] = replace(new, qdata=old.qdata.clone())
         return self._new[proj].qdata
 
-    def _add(self, slot: Slot, shift: int, alpha: float, **losses: float) -> None:
-        k, r = _split(self.global_scale(slot))
-        expert = self.source.expert_ids[slot.expert]
-        blocks = slot.of(slot.projection(self.source).sf).numel()
-        entry = FoldEntry(expert, slot.part, k, r, shift, alpha, blocks, **losses)  # type: ignore[arg-type]
-        self._entries.append(entry)
+
+def refuse_loss(report: FoldReport, max_mean_error: float = MAX_MEAN_ERROR) -> None:
+    """Raises FoldError if an expert lost more than ``max_mean_error`` or has a saturated block."""
+    bad = [e for e in report.entries if e.mean_rel_err > max_mean_error or e.saturated]
+    if not bad:
+        return
+    worst = max(bad, key=lambda e: (e.mean_rel_err, e.saturated))
+    raise FoldError(
+        f"{report.name}: folding to {report.target} ({report.mode}) loses too much in {len(bad)} "
+        f"of {len(report.entries)} parts; worst: expert {worst.expert} {worst.part} (2^{worst.k} * "
+        f"{worst.r:.4g}): mean relative error {worst.mean_rel_err:.3g} (allowed {max_mean_error}), "
+        f"max {worst.max_rel_err:.3g}, {worst.flushed} of {worst.blocks} blocks flushed to zero, "
+        f"{worst.saturated} saturated; fold 'exact' loses nothing, 'full+requantize' chooses new "
+        "codes, force accepts the loss"
+    )
+
+
+def fold_entry(expert: int, part: str, g: float, folded: FoldedScales) -> FoldEntry:
+    """One line of a report. ``expert``: global id; ``g``: before the fold."""
+    k, r = _split(g)
+    return FoldEntry(
+        expert,
+        part,
+        k,
+        r,
+        folded.shift,
+        folded.alpha,
+        folded.sf.numel(),
+        **folded.losses,  # type: ignore[arg-type]
+    )
+
+
+def _target(weights: ExpertWeights, mode: str, scale: ScaleType | None) -> BlockFormat:
+    if mode not in FOLD_MODES:
+        raise FoldError(f"fold mode {mode!r} is unknown; known: {', '.join(FOLD_MODES)}")
+    scale = scale or weights.fmt.scale
+    if is_nvfp4(weights.fmt):
+        if scale not in TARGETS:
+            raise FoldError(
+                f"{weights.name}: NVFP4 experts stay NVFP4 (group 16, UE4M3 or UE5M3 scales); "
+                f"{scale} would merge blocks of 16 into 32 and drop the scales' mantissas"
+            )
+        return TARGETS[scale]
+    if scale != weights.fmt.scale:
+        raise FoldError(
+            f"{weights.name}: {weights.fmt} has no global scale to fold; "
+            f"mxfp4_to_nvfp4 gives its blocks {scale} scales"
+        )
+    return weights.fmt
+
+
+def _split(g: float) -> tuple[int, float]:
+    """``k, r`` with ``g = 2^k r`` and ``1 <= r < 2``."""
+    mantissa, exponent = math.frexp(g)
+    return exponent - 1, 2 * mantissa
+
+
+def _own_scales(proj: ProjectionWeights) -> ProjectionWeights:
+    return replace(proj, sf=torch.empty_like(proj.sf), dec=torch.empty_like(proj.dec))
 
 
 @dataclass(frozen=True)
@@ -304,65 +353,52 @@ def _rescaled(source: ScaleType, target: ScaleType, factor: float) -> _Rescaled:
     )
 
 
-def refuse_loss(report: FoldReport, max_mean_error: float) -> None:
-    """Raises FoldError if an expert lost more than ``max_mean_error`` or has a saturated block."""
-    bad = [e for e in report.entries if e.mean_rel_err > max_mean_error or e.saturated]
-    if not bad:
-        return
-    worst = max(bad, key=lambda e: (e.mean_rel_err, e.saturated))
-    raise FoldError(
-        f"{report.name}: folding to {report.target} ({report.mode}) loses too much in {len(bad)} "
-        f"of {len(report.entries)} parts; worst: expert {worst.expert} {worst.part} (2^{worst.k} * "
-        f"{worst.r:.4g}): mean relative error {worst.mean_rel_err:.3g} (allowed {max_mean_error}), "
-        f"max {worst.max_rel_err:.3g}, {worst.flushed} of {worst.blocks} blocks flushed to zero, "
-        f"{worst.saturated} saturated; fold 'exact' loses nothing, 'full+requantize' chooses new "
-        "codes, force accepts the loss"
-    )
-
-
-def _target(weights: ExpertWeights, mode: str, scale: ScaleType | None) -> BlockFormat:
-    if mode not in FOLD_MODES:
-        raise FoldError(f"fold mode {mode!r} is unknown; known: {', '.join(FOLD_MODES)}")
-    scale = scale or weights.fmt.scale
-    if is_nvfp4(weights.fmt):
-        if scale not in TARGETS:
-            raise FoldError(
-                f"{weights.name}: NVFP4 experts stay NVFP4 (group 16, UE4M3 or UE5M3 scales); "
-                f"{scale} would merge blocks of 16 into 32 and drop the scales' mantissas"
-            )
-        return TARGETS[scale]
-    if scale != weights.fmt.scale:
-        raise FoldError(
-            f"{weights.name}: {weights.fmt} has no global scale to fold; "
-            f"mxfp4_to_nvfp4 gives its blocks {scale} scales"
+def _counts(sf: Tensor, scale: ScaleType, where: str) -> Tensor:
+    """int64 ``[256]``: how often each code occurs. Raises FormatError on one without a value."""
+    counts = torch.bincount(sf.reshape(-1), minlength=256)
+    bad = int(counts[CODECS[scale].max_code + 1 :].sum())
+    if bad:
+        raise FormatError(
+            f"{where}: {bad} of {sf.numel()} block scales are no {scale} value (NaN or a set sign "
+            "bit)"
         )
-    return weights.fmt
+    return counts
 
 
-def _split(g: float) -> tuple[int, float]:
-    """``k, r`` with ``g = 2^k r`` and ``1 <= r < 2``."""
-    mantissa, exponent = math.frexp(g)
-    return exponent - 1, 2 * mantissa
+def _rescale(
+    sf: Tensor, counts: Tensor, source: ScaleType, target: ScaleType, factor: float
+) -> tuple[Tensor, dict[str, int | float]]:
+    """Codes of ``round(sf * factor)``, and what that lost, empty if nothing."""
+    made = _rescaled(source, target, factor)
+    new = made.table.index_select(0, sf.reshape(-1).int()).view(sf.shape)
+    rerounded = int(counts[made.changed].sum())
+    if not rerounded:
+        return new, {}
+    seen = counts * made.alive
+    return new, {
+        "rerounded": rerounded,
+        "flushed": int(seen[made.table == 0].sum()),
+        "saturated": int(seen[made.saturated].sum()),
+        "max_rel_err": float(made.rel_err[seen > 0].max()),
+        "mean_rel_err": float((made.rel_err * seen).sum()) / int(seen.sum()),
+    }
 
 
-def _own_scales(proj: ProjectionWeights) -> ProjectionWeights:
-    return replace(proj, sf=torch.empty_like(proj.sf), dec=torch.empty_like(proj.dec))
-
-
-def _nearest_exact(out: FoldBuilder, slot: Slot, k: int) -> int:
-    """The exponent nearest to k that keeps every block of the slot exact."""
-    values, lowest_bit = _code_values(out.source.fmt.scale)
-    present = [c for c, count in enumerate(out.counts(slot).tolist()) if count and values[c] > 0]
+def _nearest_exact(counts: Tensor, source: ScaleType, target: ScaleType, k: int, where: str) -> int:
+    """The exponent nearest to k that keeps every block exact."""
+    values, lowest_bit = _code_values(source)
+    codec = CODECS[target]
+    assert isinstance(codec, Minifloat)
+    present = [c for c, count in enumerate(counts.tolist()) if count and values[c] > 0]
     if not present:
         return k
     smallest, largest = values[present[0]], values[present[-1]]
-    least = round(math.log2(out.codec.min_subnormal)) - min(lowest_bit[c] for c in present)
-    most = math.floor(math.log2(out.codec.max / largest))
+    least = round(math.log2(codec.min_subnormal)) - min(lowest_bit[c] for c in present)
+    most = math.floor(math.log2(codec.max / largest))
     if least > most:
         raise FoldError(
-            f"{out.where(slot)}: no power of two brings its block scales, {smallest:.3g} to "
-            f"{largest:.3g}, into {out.target.scale} exactly; mode 'full' rounds them and says by "
-            "how much"
+            f"{where}: no power of two brings its block scales, {smallest:.3g} to {largest:.3g}, "
+            f"into {target} exactly; mode 'full' rounds them and says by how much"
         )
     return min(max(k, least), most)
 

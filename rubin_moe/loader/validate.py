@@ -14,6 +14,7 @@ from torch import Tensor
 from rubin_moe.errors import CheckpointError
 from rubin_moe.formats.scales import CODECS
 from rubin_moe.formats.spec import BlockFormat
+from rubin_moe.loader.dialect import Dialect
 
 Repair: TypeAlias = Literal["zero_blocks", "saturate_nan", "input_scales"]
 """``zero_blocks``: a NaN scale of a block of zeros becomes zero. ``saturate_nan``: any other NaN
@@ -72,8 +73,6 @@ def check_block_scales(
             f"{where}: block scale [{row}, {col}] is {code:#04x}, negative; "
             f"{int(negative.sum())} such scales"
         )
-    if qdata.is_meta:
-        raise CheckpointError(f"{where}: {int(nan.sum())} block scales are NaN")
     blocks = qdata.reshape(*sf.shape, -1)
     zeros = ((blocks & 0x77) == 0).all(-1)
     for kind, where_nan, code in (
@@ -98,6 +97,17 @@ def _first(mask: Tensor, sf: Tensor) -> tuple[int, int, int]:
     return row, col, int(sf[row, col])
 
 
+def check_stored_global(stored: float, dialect: Dialect, where: str) -> None:
+    """A global scale as its producer stores it: one that divides does not look like one that
+    multiplies."""
+    low, high = dialect.global_range
+    if stored > 0 and not low <= stored <= high:
+        raise CheckpointError(
+            f"{where}: {stored:.6g} looks like {dialect.looks_like}; {dialect} stores values "
+            f"within [{low:g}, {high:g}]"
+        )
+
+
 def check_global(value: float, where: str) -> None:
     """A global scale that multiplies must be a positive, finite, normal float32."""
     if not SMALLEST_NORMAL <= value < float("inf"):
@@ -110,6 +120,14 @@ def largest_scales(sf: Tensor, dec: Tensor, fmt: BlockFormat) -> Tensor:
     e, halves = dec.shape
     codes = sf.reshape(e, halves, -1).amax(-1)
     return CODECS[fmt.scale].decode(codes, torch.float64) * dec.double()
+
+
+def check_largest(value: float, where: str, checks: ScaleChecks) -> None:
+    """An expert's largest weight scale, global included, against what occurs in a model."""
+    if value > checks.max_scale:
+        raise CheckpointError(
+            f"{where}: largest weight scale {value:.3g} exceeds {checks.max_scale:.3g}"
+        )
 
 
 def check_spread(
@@ -134,11 +152,7 @@ def check_spread(
             continue
         middle = float(alive.median())
         for expert, value in enumerate(values.tolist()):
-            if value > checks.max_scale:
-                raise CheckpointError(
-                    f"{where[expert][half]}: largest weight scale {value:.3g} exceeds "
-                    f"{checks.max_scale:.3g}"
-                )
+            check_largest(value, where[expert][half], checks)
             if value > 0 and not 1 / checks.max_spread <= value / middle <= checks.max_spread:
                 raise CheckpointError(
                     f"{where[expert][half]}: largest weight scale {value:.3g} is "
