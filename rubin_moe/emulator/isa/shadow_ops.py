@@ -147,7 +147,10 @@ def load_registers(op: WarpAccess, cells: NDArray[np.uint32]) -> Masks:
 
 def store_registers(op: WarpAccess, cells: NDArray[np.uint32], taints: Masks) -> None:
     """``tcgen05.st`` of registers with these taints."""
-    op.store(cells, words_of(taints))
+    if taints.any() or op.packed:
+        op.store(cells, words_of(taints))
+    else:
+        cells[op.lane, op.column] = 0
 
 
 # ---- matrix instructions
