@@ -136,6 +136,8 @@ _ORDER = (
             "order: cp.async proxy fence": "Between cp.async into shared memory and an "
             "asynchronous read of it lies fence.proxy.async (FlashInfer's gather kernels have "
             "none).",
+            "order: repeated bulk store": "A warp's bulk store waits for an earlier one to the "
+            "same bytes (FlashInfer's masked kernel over two CTAs stores some tiles twice).",
             "order: mbarrier fence": "Between mbarrier.init and an asynchronous operation on it "
             "lies fence.mbarrier_init or fence.proxy.async (Triton's kernels have none).",
             "order: asynchronous overwrite": "Between generic accesses of shared memory and an "

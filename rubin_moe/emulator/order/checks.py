@@ -20,6 +20,7 @@ from .layout import (
     ARENA_BYTES,
     ATOMIC,
     ATOMIC_SHIFT,
+    BULK_WRITE,
     CELLS,
     CELLS_A_COLUMN,
     CLOCK_MASK,
@@ -69,6 +70,7 @@ from .layout import (
     RANGE_LAST,
     RANGES,
     RELEASE,
+    REPEATED,
     ROWS,
     SITE_MASK,
     SMEM_PLANE,
@@ -126,6 +128,10 @@ def conflict(B, row, mine, other, code, proxy, place):
     if knows[component] < clock:
         if (mine >> ATOMIC_SHIFT) & (other >> ATOMIC_SHIFT) & 1:
             return 1
+        first = wide(B)[PIPE0] + BULK_WRITE * wide(B)[WARPS]
+        stored = first <= component < first + wide(B)[WARPS] and code == RACE_WRITE
+        if stored and component == (mine >> COMPONENT_SHIFT) & COMPONENT_MASK:
+            code = REPEATED
         return log(B, code, mine, other, place)
     if (mine ^ other) >> COMPONENT_SHIFT == 0:
         lane, before = (mine >> LANE_SHIFT) & LANE_MASK, (other >> LANE_SHIFT) & LANE_MASK

@@ -72,6 +72,7 @@ _SENTENCES = {
     "lies between it and the cp.async there",
     layout.INIT_FENCE: "uses the mbarrier at {place}, and neither fence.mbarrier_init nor "
     "fence.proxy.async lies between it and the initialisation",
+    layout.REPEATED: "writes {place} again while an earlier bulk store of the warp may not be over",
     layout.EXIT_PENDING: "the CTA exits, and nothing says that {place} is no longer touched",
     layout.EXIT_ARRIVAL: "the CTA exits, and none of its warps has seen the last arrival from "
     "outside at the mbarrier at {place}",
@@ -89,6 +90,7 @@ _FIXED = {
     layout.UNINITIALISED: "order: mbarrier initialisation",
     layout.PROXY_COPY: "order: cp.async proxy fence",
     layout.INIT_FENCE: "order: mbarrier fence",
+    layout.REPEATED: "order: repeated bulk store",
     layout.EXIT_PENDING: "order: exit",
     layout.EXIT_ARRIVAL: "order: exit",
     layout.EXITED: "order: exit",
