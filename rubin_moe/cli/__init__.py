@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "eval": "eval",
     "inspect": "inspect",
     "replay": "replay",
+    "plan": "plan",
     "select": "select",
 }
 """Command name -> module of this package."""

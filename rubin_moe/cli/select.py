@@ -1,42 +1,79 @@
 """``rubin-moe select``: which backend would run a model's experts, and why no other."""
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from rubin_moe.kernels import registry
-from rubin_moe.kernels.base import ActivationFormat, Target
+from rubin_moe.kernels.base import MoEProblem, Target
 from rubin_moe.kernels.target import detect, named
-from rubin_moe.shapes import model_names, model_shape
+from rubin_moe.loader.for_activations import default_activations, weight_format_for
+from rubin_moe.shapes import ModelShape, model_names, model_shape
 
 app = typer.Typer()
+
+Where = Annotated[str, typer.Option(help="cpu, sm_107a, 10.7, or 'here'")]
+Backend = Annotated[str | None, typer.Option(help="the one backend wanted")]
+Activations = Annotated[
+    str, typer.Option(help="16bit, nvfp4-ue4m3, nvfp4-ue5m3, mxfp8, int8, or the target's own")
+]
 
 
 @app.command()
 def select(
     model: Annotated[str, typer.Argument(help="a name of configs/models, or 'list'")],
-    target: Annotated[str, typer.Option(help="cpu, sm_107a, 10.7, or 'here'")] = "here",
-    backend: Annotated[str | None, typer.Option(help="the one backend wanted")] = None,
-    activations: Annotated[str, typer.Option(help="activation format of the experts")] = "16bit",
-    tokens: Annotated[int, typer.Option(min=0, help="tokens of the plan that is printed")] = 1,
+    target: Where = "here",
+    backend: Backend = None,
+    activations: Activations = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Print the winner, its plan, and every other backend's reason. Exit code 2 if none can."""
+    """Print the winner and every other backend's reason. Exit code 2 if none can."""
     if model == "list":
         typer.echo("\n".join(model_names()))
         return
-    wanted: ActivationFormat = activations  # type: ignore[assignment]
-    problem = model_shape(model).problem(wanted)
-    where: Target = detect() if target == "here" else named(target)
-    chosen = registry.select(problem, where, backend)
-    row = next(r for r in registry.ROWS if r.name == chosen.backend)
-    plan = row.rules().plan(problem, tokens)
+    where = at(target)
+    chosen = registry.select(problem(model_shape(model), where, activations), where, backend)
     if as_json:
-        fields = {"backend": chosen.backend, "target": str(where), "why": chosen.why}
-        typer.echo(
-            json.dumps({**fields, "plan": dict(plan.fields), "reasons": dict(chosen.reasons)})
-        )
+        typer.echo(json.dumps(record(chosen)))
     else:
-        typer.echo(str(chosen))
-        typer.echo(f"plan for {tokens} tokens: {plan}")
+        typer.echo(f"{formats(chosen.problem)}\n{chosen}")
+
+
+def at(target: str) -> Target:
+    """What a user names as the place."""
+    return detect() if target == "here" else named(target)
+
+
+def problem(model: ModelShape, where: Target, activations: str) -> MoEProblem:
+    """One layer as it would be served: weights in the format that the activations ask for.
+
+    Args:
+        activations: ``auto``: what a checkpoint without calibrated input scales gets there.
+
+    Raises:
+        FoldError: an unknown format, or one that these weights may not become.
+    """
+    stored = model.problem()
+    if activations == "auto":
+        activations = default_activations(stored.weight_format, "w4a4-dynamic", where.capability)
+    wanted = weight_format_for(stored.weight_format, activations)
+    return replace(stored, weight_format=wanted, activation_format=activations)  # type: ignore[arg-type]
+
+
+def formats(problem: MoEProblem) -> str:
+    """What is multiplied, in words."""
+    return f"{problem.weight_format} weights, {problem.activation_format} activations"
+
+
+def record(chosen: registry.Selection) -> dict[str, object]:
+    """A selection as plain data."""
+    return {
+        "backend": chosen.backend,
+        "target": str(chosen.target),
+        "why": chosen.why,
+        "weights": chosen.problem.weight_format.name,
+        "activations": chosen.problem.activation_format,
+        "reasons": dict(chosen.reasons),
+    }

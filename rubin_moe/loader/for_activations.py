@@ -5,13 +5,16 @@ weights, which NVFP4 (UE4M3) and MXFP4 checkpoints become without loss. 16-bit a
 take any weights as they are stored.
 """
 
+from typing import TYPE_CHECKING
+
 from rubin_moe.errors import FoldError
-from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.formats.spec import MXFP4, NVFP4_UE4M3, NVFP4_UE5M3, BlockFormat, is_nvfp4
-from rubin_moe.loader.fold import FoldMode, fold
-from rubin_moe.loader.fold_report import FoldReport
-from rubin_moe.loader.mxfp4_cast import mxfp4_to_nvfp4
 from rubin_moe.loader.spec import Scheme
+
+if TYPE_CHECKING:
+    from rubin_moe.formats.experts import ExpertWeights
+    from rubin_moe.loader.fold import FoldMode
+    from rubin_moe.loader.fold_report import FoldReport
 
 FIRST_WITHOUT_16_BIT = (10, 0)
 """tcgen05, from sm_100a on, has no 16-bit x FP4 instruction."""
@@ -66,13 +69,16 @@ def weight_format_for(stored: BlockFormat, activation_format: str) -> BlockForma
 
 
 def fit(
-    weights: ExpertWeights, activation_format: str, mode: FoldMode = "exact"
-) -> tuple[ExpertWeights, FoldReport]:
+    weights: "ExpertWeights", activation_format: str, mode: "FoldMode" = "exact"
+) -> "tuple[ExpertWeights, FoldReport]":
     """``weights`` in `weight_format_for`, with their global scales folded by ``mode``.
 
     MXFP4 has no global scale: its cast to UE5M3 is exact, with a power of two left in ``dec`` where
     an expert's range asks for it.
     """
+    from rubin_moe.loader.fold import fold
+    from rubin_moe.loader.mxfp4_cast import mxfp4_to_nvfp4
+
     target = weight_format_for(weights.fmt, activation_format)
     if weights.fmt == MXFP4 and target == NVFP4_UE5M3:
         return mxfp4_to_nvfp4(weights, alpha=True)

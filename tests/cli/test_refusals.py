@@ -21,7 +21,11 @@ FILES = {
 CALLS = {
     "select nope": "unknown model 'nope'; known: ",
     "select qwen3-30b-a3b --target sun": "target 'sun': expected cpu",
-    "select qwen3-30b-a3b --target cpu --tokens -1": "greater than or equal to 0",
+    "select qwen3-30b-a3b --target cpu --activations fp3": "activation format 'fp3' is unknown",
+    "plan qwen3-30b-a3b --target cpu --tokens -1": "tokens '-1': expected numbers from 1 on",
+    "plan qwen3-30b-a3b --target cpu --tokens 1,x": "tokens '1,x': expected numbers from 1 on",
+    "plan qwen3-30b-a3b --target sm_89 --activations mxfp8": "stay NVFP4",
+    "plan nope": "unknown model 'nope'; known: ",
     "check-port binary.ptx": "no .target directive",
     "check-port .": "is a directory",
     "emulate junk.launch": "is not a saved launch",

@@ -1,4 +1,4 @@
-"""``rubin-moe select`` and ``doctor``, and the shapes they know."""
+"""``rubin-moe select``, ``plan`` and ``doctor``, and the shapes they know."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rubin_moe import shapes
-from rubin_moe.cli import app, doctor
+from rubin_moe.cli import app, doctor, select
 from rubin_moe.errors import ConfigError, UnsupportedError
 from rubin_moe.kernels import registry, target
 
@@ -45,6 +45,46 @@ def test_select_prints_the_winner_and_the_reasons():
     said = json.loads(result.stdout)
     assert said["backend"] == "cpu"
     assert set(said["reasons"]) == set(registry.backend_names()) - {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("where", "weights", "activations", "backend"),
+    [
+        ("cpu", "nvfp4-ue4m3", "16bit", "cpu"),
+        ("sm_90a", "nvfp4-ue4m3", "16bit", "sm90"),
+        ("sm_107a", "nvfp4-ue5m3", "nvfp4-ue5m3", "sm107"),
+    ],
+)
+def test_plan_is_that_of_the_backend_that_select_names(where, weights, activations, backend):
+    """Rubin has no 16-bit x FP4 instruction: there, weights are folded for FP4 activations."""
+    chosen = json.loads(run("select", "qwen3-30b-a3b", "--target", where, "--json").stdout)
+    assert (chosen["backend"], chosen["weights"], chosen["activations"]) == (
+        backend, weights, activations,
+    )  # fmt: skip
+    call = ("plan", "qwen3-30b-a3b", "--target", where, "--tokens", "1,300", "--json")
+    told = json.loads(run(*call).stdout)
+    assert {k: told[k] for k in chosen} == chosen
+    assert told["layers"] == 48
+    expert = 3 * 2048 * 768 * 9 // 16  # half a byte a weight and a scale for 16
+    assert told["layer"]["bytes"] == 128 * expert
+    one, many = told["plans"]
+    assert (one["tokens"], one["weight_bytes_at_most"]) == (1, 8 * expert)
+    assert (many["tokens"], many["weight_bytes_at_most"]) == (300, 128 * expert)
+    row = next(r for r in registry.ROWS if r.name == backend)
+    problem = select.problem(shapes.model_shape("qwen3-30b-a3b"), target.named(where), "auto")
+    for plan in told["plans"]:
+        fields = {k: v for k, v in plan.items() if k not in ("tokens", "weight_bytes_at_most")}
+        wanted = dict(row.rules().plan(problem, plan["tokens"]).fields)
+        wanted.pop("tokens", None)
+        assert fields == wanted
+    printed = run(*call[:-1]).stdout
+    assert all(name in printed for name in fields)
+
+
+def test_plan_of_a_named_backend_gives_its_reason():
+    result = run("plan", "gpt-oss-20b", "--target", "cpu", "--backend", "sm107")
+    assert isinstance(result.exception, UnsupportedError)
+    assert "sm107: is compiled for sm_107a" in str(result.exception)
 
 
 @pytest.mark.parametrize("where", ["8.0", "8.9", "9.0", "10.0", "10.3", "10.7", "12.0", "12.1"])

@@ -65,6 +65,8 @@ def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
     return KernelPlan(
         "sm107",
         {
+            "fc1": "gather_gemm_swiglu",
+            "fc2": "gemm_finalize",
             "tile_m": TILE_M * gemm.cta_group,
             "tile_n": tile_n,
             "tile_k": OPERANDS[fmt].tile_k,
