@@ -28,7 +28,9 @@ from rubin_moe.replay.record import attach  # noqa: E402
 from tests.emulator.peers.suite import CASES  # noqa: E402
 
 TARGET = "sm_90a"
-OWN = ("nvfp4-ue4m3", "mxfp4")
+OWN = ("nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp4")
+"""Weight formats; `relu2` over one-hot tokens, so that every order of addition gives the same bits.
+"""
 
 
 def save_peers(folder: Path) -> None:
@@ -53,6 +55,7 @@ def main(folder: Annotated[Path, typer.Argument()]) -> None:
     for fmt in OWN:
         command = [sys.executable, "-c", "from rubin_moe.cli import main; main()", "replay"]
         options = ["--save", str(folder / fmt), "--backend", "sm90", "--format", fmt]
+        options += ["--activation", "relu2"]
         subprocess.run([*command, *options], check=True, cwd=ROOT)
         for path in (folder / fmt).glob("*.launch"):
             path.rename(folder / f"{path.stem}_{fmt}.launch")

@@ -20,6 +20,9 @@ def replay(
     save: Annotated[Path | None, typer.Option(help="folder for a layer's launches")] = None,
     backend: Annotated[str, typer.Option(help="with --save: sm107 or sm90")] = "sm107",
     fmt: Annotated[str, typer.Option("--format", help="with --save: of the weights")] = "mxfp4",
+    activation: Annotated[
+        str, typer.Option(help="with --save: silu, swigluoai, or relu2, whose layer is exact")
+    ] = "silu",
     tokens: Annotated[int, typer.Option(help="with --save: of the batch")] = 23,
     expect: Annotated[bool, typer.Option("--expect", help="add the emulator's result")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON of what came out")] = None,
@@ -29,7 +32,7 @@ def replay(
 
     try:
         if save is not None:
-            _save(save, backend, fmt, tokens)
+            _save(save, backend, fmt, activation, tokens)
         files = _files(paths or [])
         if expect:
             from rubin_moe.replay.record import expect as add_expected
@@ -73,7 +76,7 @@ def _run(files: list[Path], output: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _save(folder: Path, backend: str, fmt: str, tokens: int) -> None:
+def _save(folder: Path, backend: str, fmt: str, kind: str, tokens: int) -> None:
     from dataclasses import replace
 
     from rubin_moe.emulation import EmulatorLauncher
@@ -89,10 +92,11 @@ def _save(folder: Path, backend: str, fmt: str, tokens: int) -> None:
             f"--backend {backend} --format {fmt}: backends are sm107 and sm90, formats "
             f"{', '.join(PAIRS)}"
         )
-    weights = record.layer(FORMATS[fmt])
-    activation = Activation("swigluoai", limit=7.0) if fmt == "mxfp4" else Activation()
+    limit = 7.0 if kind == "swigluoai" else None
+    activation = Activation(kind, limit=limit)  # type: ignore[arg-type]
+    weights = record.layer(FORMATS[fmt], activation.gated)
     launcher = record.RecordingLauncher(folder, EmulatorLauncher())
-    x, ids, topk_weights = record.batch(tokens)
+    x, ids, topk_weights = record.batch(tokens, one_hot=kind == "relu2")
     if backend == "sm107":
         from rubin_moe.kernels.sm107.host import Sm107Kernel
 
@@ -106,7 +110,7 @@ def _save(folder: Path, backend: str, fmt: str, tokens: int) -> None:
         from rubin_moe.kernels.sm90.host import Sm90Kernel
 
         problem = problem_of(weights, 2, activation, x.dtype)
-        hopper = Sm90Kernel(problem, launcher, 4)
+        hopper = Sm90Kernel(problem, launcher, 4, "cpu")
         hopper.run(hopper.prepare(weights), x, ids, topk_weights)
     for path in launcher.saved:
         typer.echo(f"saved {path}")

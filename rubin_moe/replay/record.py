@@ -102,9 +102,11 @@ def _named(
     return out
 
 
-def layer(fmt: BlockFormat, experts: int = 4, width: int = 256) -> ExpertWeights:
+def layer(
+    fmt: BlockFormat, gated: bool = True, experts: int = 4, width: int = 256
+) -> ExpertWeights:
     """Random experts of ``width`` x ``width`` whose products are exact in float32: codes of every
-    value, scales of one and a half. MXFP4 has biases, as gpt-oss."""
+    value, scales of one and a half. MXFP4 has biases, as gpt-oss, where it is ``gated``."""
     generator = torch.Generator().manual_seed(6)
     one = {"ue4m3": 0x38, "ue5m3": 0x78, "ue8m0": 127}[fmt.scale]
     step = 1 if fmt.scale == "ue8m0" else 8
@@ -117,18 +119,29 @@ def layer(fmt: BlockFormat, experts: int = 4, width: int = 256) -> ExpertWeights
         return ProjectionWeights(
             qdata.to(torch.uint8),
             (one - step * halved).to(torch.uint8),
-            torch.full((experts, halves), 2.0**-6),
-            bias.float() if fmt == MXFP4 else None,
+            torch.full((experts, halves), 2.0**-6 if gated else 1.0),
+            bias.float() if fmt == MXFP4 and gated else None,
             torch.full((experts, halves), 2.0**-6) if fmt.has_global else None,
         )
 
-    w13, w2 = projection(2 * width, 2), projection(width, 1)
-    return ExpertWeights(fmt, width, width, True, w13, w2, tuple(range(experts)))
+    halves = 2 if gated else 1
+    w13, w2 = projection(halves * width, halves), projection(width, 1)
+    return ExpertWeights(fmt, width, width, gated, w13, w2, tuple(range(experts)))
 
 
-def batch(tokens: int, experts: int = 4, width: int = 256) -> tuple[Tensor, Tensor, Tensor]:
-    """Small whole numbers as bfloat16 ``[tokens, width]``, two experts a token and weights."""
+def batch(
+    tokens: int, one_hot: bool = False, experts: int = 4, width: int = 256
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Small whole numbers as bfloat16 ``[tokens, width]``, two experts a token and weights.
+
+    ``one_hot``: one element a token is 1, the others 0; then `relu2` and FC2 are exact as well, in
+    whatever order a device adds.
+    """
     generator = torch.Generator().manual_seed(7)
-    x = torch.randint(-4, 5, (tokens, width), generator=generator).bfloat16()
+    if one_hot:
+        column = torch.randint(0, width, (tokens,), generator=generator)
+        x = torch.nn.functional.one_hot(column, width).bfloat16()
+    else:
+        x = torch.randint(-4, 5, (tokens, width), generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(tokens)])
     return x, ids, torch.tensor([0.75, 0.25]).repeat(tokens, 1)

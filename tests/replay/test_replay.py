@@ -1,5 +1,7 @@
 """Launches saved with their expected memory: run at other addresses, compared, named."""
 
+import subprocess
+import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -136,6 +138,12 @@ def test_a_launch_without_expected_memory_is_refused_until_it_has_it(saved, tmp_
                 target.writestr(name, source.read(name))
     with pytest.raises(ConfigError, match="no expected memory"):
         load(path)
+    # in a process of its own, where the launch's addresses are free
+    command = "from rubin_moe.cli import main; main()"
+    subprocess.run([sys.executable, "-c", command, "replay", "--expect", str(path)], check=True)
+    whole = load(named(saved, "sum"))
+    for mine, theirs in zip(load(path).after, whole.after, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
     (tmp_path / "text.launch").write_text("no zip")
     with pytest.raises(ConfigError, match="is no saved launch"):
         load(tmp_path / "text.launch")

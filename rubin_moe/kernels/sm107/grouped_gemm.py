@@ -52,6 +52,7 @@ class GroupedGemm:
             block=(plans.THREADS, 1, 1),
             cluster=(self.plan.cta_group, 1, 1),
             smem=self.plan.smem_bytes,
+            min_blocks_per_mp=1,  # else ptxas spills to stay at 64 registers
             stream=stream,
         )
 

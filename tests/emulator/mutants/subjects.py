@@ -88,8 +88,9 @@ def _buffer(start: int, size: int) -> SavedBuffer:
     return SavedBuffer(start, ctypes.string_at(start, size))
 
 
-def _sm107(part: str) -> Subject:
-    """A kernel of our sm_107a layer, by a part of its entry's name."""
+def _sm107(part: str, pair: bool = False) -> Subject:
+    """A kernel of our sm_107a layer, by a part of its entry's name. ``pair``: MXFP4 x MXFP8 as
+    gpt-oss has it, in pairs of CTAs."""
 
     def record() -> SavedLaunch:
         from rubin_moe.kernels.activation import Activation
@@ -98,16 +99,19 @@ def _sm107(part: str) -> Subject:
         from tests.kernels.sm107.layers import Case
 
         case = Case("nvfp4-ue5m3", 23, 4, 320, 352)
+        if pair:
+            case = Case("mxfp4", 70, 1, 640, 640, top_k=1, kind="swigluoai")
+        activation = Activation(case.kind, limit=case.layer().limit)  # type: ignore[arg-type]
         problem = problem_of(
-            case.weights(), case.k, Activation(), torch.float32, activation_format=case.fmt,  # type: ignore[arg-type]
+            case.weights(), case.k, activation, torch.float32, activation_format=case.act,  # type: ignore[arg-type]
             deterministic=True,
         )  # fmt: skip
         recorder = Recorder()
-        kernel = Sm107Kernel(problem, recorder, num_ctas=3)
+        kernel = Sm107Kernel(problem, recorder, num_ctas=2 if pair else 3)
         kernel.run(kernel.prepare(case.weights()), *case.batch())
         return next(launch for launch in recorder.saved if part in launch.kernel)
 
-    return Subject(f"sm107 {part}", "ours", record)
+    return Subject(f"sm107 {part}{' mxfp8 pair' if pair else ''}", "ours", record)
 
 
 def _sm90() -> Subject:
@@ -192,6 +196,8 @@ SUBJECTS: tuple[Subject, ...] = (
     _sm107("gather_gemm_swiglu"),
     _sm107("gemm_finalize"),
     _sm107("quantize_tokens"),
+    _sm107("gather_gemm_swiglu", pair=True),
+    _sm107("gemm_finalize", pair=True),
     _sm90(),
     _triton("matmul_wgmma", (2, 2, 1), _wgmma_arguments),
     _triton("matmul_tma", (2, 2, 1), _tma_arguments),
