@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from rubin_moe.emulator import units, worker
+from rubin_moe.emulator import EmulationError, units, worker
 from rubin_moe.emulator.isa import tcgen05_data, tcgen05_mma
 from rubin_moe.emulator.isa.descriptors import decode_instruction
 from rubin_moe.emulator.isa.footprint import Footprint
@@ -22,8 +23,8 @@ from rubin_moe.emulator.isa.handoff import UnitSite
 from rubin_moe.emulator.issue import Handler, lanes, values
 from rubin_moe.emulator.lower import branch_target
 from rubin_moe.emulator.machine import LaunchContext, Warp
-from rubin_moe.emulator.ptx.ast import Imm
-from tests.emulator.mutants.edits import Mutation, make
+from rubin_moe.emulator.ptx.ast import Entry, Imm, Instruction, Mem, Reg
+from tests.emulator.mutants.edits import Mutation, apply, make, with_operand
 from tests.emulator.mutants.trial import Bench
 
 _SEEDS = (1, 2)
@@ -123,12 +124,28 @@ def covers_nothing(bench: Bench, mutation: Mutation) -> str:
 
 
 def last_wait(bench: Bench, mutation: Mutation) -> str:
-    """An mbarrier wait after which the warp only waits and exits."""
-    if bench.kernel.families[mutation.index].name != "mbarrier_wait":
+    """An mbarrier wait after which the warp only waits and exits.
+
+    Shown by a trap before every instruction that does more, armed by the wait.
+    """
+    families, instructions = bench.kernel.families, bench.entry.instructions
+    if families[mutation.index].name != "mbarrier_wait":
         return ""
     if mutation.operator not in ("drop wait", "flip phase", "shift barrier"):
         return ""
-    if not _only_registers_after(bench, mutation.index + 1):
+    edits: dict[int, tuple[Instruction, ...]] = {}
+    for index, ins in enumerate(instructions):
+        lines = [ins]
+        harmless = {*_REGISTERS, "mbarrier_wait", "branch", "leave", "hint"}
+        if families[index].name not in harmless and ins.parts[:2] != _PARAMETER:
+            trap = replace(make("trap", ins.line), guard=Reg("%armed"))
+            lines.insert(0, trap)
+        if index == mutation.index:
+            lines.append(make("setp.eq.u32 %armed, 0, 0", ins.line, ins))
+        if index == 0:
+            lines.insert(0, make("setp.ne.u32 %armed, 0, 0", ins.line))
+        edits[index] = tuple(lines)
+    if _traps(bench, replace(mutation, edits=edits, registers={"%armed": "pred"})):
         return ""
     return (
         "after the wait the warp only waits and exits, and no operation reaches the CTA after "
@@ -136,25 +153,133 @@ def last_wait(bench: Bench, mutation: Mutation) -> str:
     )
 
 
-def _only_registers_after(bench: Bench, start: int) -> bool:
-    entry, families = bench.entry, bench.kernel.families
-    seen, todo = set(), [start]
-    while todo:
-        at = todo.pop()
-        if at in seen or at >= len(entry.instructions):
-            continue
-        seen.add(at)
-        ins, name = entry.instructions[at], families[at].name
-        if name == "leave" and ins.guard is None:
-            continue
-        if name == "branch":
-            todo.append(branch_target(ins, entry))
-            if ins.guard is None:
-                continue
-        elif name not in {*_REGISTERS, "mbarrier_wait", "leave"} and ins.parts[:2] != _PARAMETER:
-            return False
-        todo.append(at + 1)
-    return True
+def _traps(bench: Bench, probe: Mutation) -> bool:
+    """Whether a kernel with traps in it executes one, under any of the seeds."""
+    kernel = bench.load(apply(bench.entry, probe))
+    for seed in _SEEDS:
+        try:
+            bench.run(kernel, seed, 2 * bench.budget)
+        except EmulationError:
+            return True
+    return False
+
+
+def first_phase(bench: Bench, mutation: Mutation) -> str:
+    """A wait for the phase before an mbarrier's first, which passes at once by definition.
+
+    Shown by a log of all mbarrier waits: here every thread waits for parity 1 of mbarriers for
+    which it has not waited before.
+    """
+    if mutation.operator != "drop wait":
+        return ""
+    if bench.kernel.families[mutation.index].name != "mbarrier_wait":
+        return ""
+    for seed in _SEEDS:
+        seen: set[tuple[int, ...]] = set()
+        for site, who, where, address, parity in _log_waits(bench, seed):
+            key = (who, where, address)
+            if site == mutation.index and (parity != 1 or key in seen):
+                return ""
+            seen.add(key)
+    return (
+        "every thread waits here once for an mbarrier, for parity 1: the phase before the first, "
+        "which is complete by definition"
+    )
+
+
+_LOG_ENTRIES = 1 << 19
+
+
+def _log_waits(bench: Bench, seed: int) -> list[list[int]]:
+    """Site, thread, CTA, address and parity of every mbarrier wait of a plain run, in order."""
+    log = np.zeros((_LOG_ENTRIES + 1, 8), np.uint32)
+    registers = {f"%log{i}": "b64" for i in range(2)} | {f"%log{i}": "b32" for i in range(2, 8)}
+    edits: dict[int, tuple[Instruction, ...]] = {}
+    for index, ins in bench.kernel.of("mbarrier_wait"):
+        if "parity" not in ins.parts:
+            return []
+        address = ins.operands[1]
+        assert isinstance(address, Mem)
+        text = (
+            f"mov.b64 %log0, {log.ctypes.data}",
+            "atom.global.add.u32 %log2, [%log0], 1",
+            "mul.wide.u32 %log1, %log2, 32",
+            "add.s64 %log1, %log1, %log0",
+            "mov.u32 %log3, %tid.x",
+            "mov.u32 %log4, %ctaid.x",
+            "mov.u32 %log5, %ctaid.y",
+            "mad.lo.u32 %log4, %log5, 1024, %log4",
+            "mov.u32 %log5, %ctaid.z",
+            "mad.lo.u32 %log4, %log5, 1048576, %log4",
+        )
+        lines = [make(line, ins.line) for line in text]
+        parity = make("mov.b32 %log6, 0", ins.line)
+        where = make("add.s32 %log7, 0, 0", ins.line)
+        lines += [
+            with_operand(parity, 1, ins.operands[2]),
+            with_operand(with_operand(where, 1, address.base), 2, Imm(address.offset)),
+            make("st.global.v2.b32 [%log1+32], {%log3, %log4}", ins.line),
+            make("st.global.v2.b32 [%log1+40], {%log7, %log6}", ins.line),
+            make(f"mov.b32 %log2, {index}", ins.line),
+            make("st.global.b32 [%log1+48], %log2", ins.line),
+        ]
+        guarded = [
+            replace(line, guard=ins.guard, guard_negated=ins.guard_negated) for line in lines
+        ]
+        edits[index] = (*guarded, ins)
+    probe = Mutation("probe", 0, 0, "", "log", edits, registers)
+    plain = replace(bench, rules=None)
+    plain.run(plain.load(apply(bench.entry, probe)), seed, extra=(log,))
+    count = int(log[0, 0])
+    if count >= _LOG_ENTRIES:
+        return []
+    rows = log[1 : count + 1, [4, 0, 1, 2, 3]]
+    return rows.tolist()  # type: ignore[no-any-return]
+
+
+def same_groups(bench: Bench, mutation: Mutation) -> str:
+    """Every wait for a group leaves as many operations open as before."""
+    kinds = {"cp_async": "cp.async", "cp_async_group": "cp.async", "bulk_tensor": "bulk",
+             "bulk_copy": "bulk", "bulk_group": "bulk", "wgmma": "wgmma",
+             "wgmma_group": "wgmma"}  # fmt: skip
+    family = bench.kernel.families[mutation.index].name
+    if mutation.operator not in ("swap", "drop commit", "drop wait") or family not in kinds:
+        return ""
+    kind = kinds[family]
+    waits = {f"{name}_group" for name in ("cp_async", "bulk", "wgmma")}
+
+    def open_after(entry: Entry) -> list[dict[tuple[object, ...], list[int]]]:
+        kernel = bench.load(entry)
+        sites = [s.index for s in kernel.compiled.sites.values() if s.family in waits]
+        results = []
+        for seed in _SEEDS:
+            rows: dict[tuple[object, ...], list[int]] = {}
+
+            def look(site: UnitSite, warp: Warp, mask: int, rows: Any = rows) -> None:
+                if "wait" not in site.opcode or not site.opcode.startswith(_PREFIX[kind]):
+                    return
+                allowed = values(site, warp, lanes(mask)[0])[0] if site.slots else 0
+                groups = warp.groups[kind]
+                kept = [len(g) for g in groups[max(len(groups) - allowed, 0) :]]
+                left = sum(kept) + len(warp.open_group[kind]) * ("wait_all" not in site.parts)
+                key = (*warp.cta.coordinates, warp.index)
+                if not rows.get(key) or rows[key][-2:] != [site.line, left]:
+                    rows.setdefault(key, []).extend([site.line, left])
+
+            with _watching(look, *sites):
+                bench.run(kernel, seed)
+            results.append(rows)
+        return results
+
+    try:
+        if open_after(bench.entry) != open_after(apply(bench.entry, mutation)):
+            return ""
+    except EmulationError:
+        return ""
+    return "every wait for a group leaves as many operations open as before"
+
+
+_PREFIX = {"cp.async": "cp.async.wait", "bulk": "cp.async.bulk.wait", "wgmma": "wgmma.wait"}
 
 
 def second_fence(bench: Bench, mutation: Mutation) -> str:
@@ -175,6 +300,29 @@ def second_fence(bench: Bench, mutation: Mutation) -> str:
                 break
             at += step
     return ""
+
+
+def repeated_publication(bench: Bench, mutation: Mutation) -> str:
+    """Behind fence.mbarrier_init and a barrier of the whole cluster stands the same pair, and
+    nothing between them uses an mbarrier."""
+    ins = bench.entry.instructions[mutation.index]
+    if mutation.operator != "drop fence" or "mbarrier_init" not in ins.parts:
+        return ""
+    instructions, families = bench.entry.instructions, bench.kernel.families
+    allowed = {*_REGISTERS, "mbarrier_init", "cluster_arrive", "cluster_wait"}
+    at = mutation.index + 1
+    while at < len(instructions) and instructions[at].opcode != ins.opcode:
+        inside = families[at].name == "branch" and branch_target(instructions[at], bench.entry) > at
+        if not inside and families[at].name not in allowed:
+            return ""
+        at += 1
+    following = (family.name for family in families[at + 1 :] if family.name not in _REGISTERS)
+    if at == len(instructions) or next(following) != "cluster_arrive":
+        return ""
+    return (
+        f"line {instructions[at].line} is the same fence before another barrier of the cluster; "
+        "no thread uses an mbarrier between the two"
+    )
 
 
 def same_decoding(bench: Bench, mutation: Mutation) -> str:
@@ -255,8 +403,11 @@ def _meet(a: Footprint, b: Footprint) -> bool:
 ARGUMENTS: tuple[Argument, ...] = (
     renamed_barrier,
     second_fence,
+    repeated_publication,
     last_wait,
+    first_phase,
     covers_nothing,
+    same_groups,
     same_decoding,
     independent_copy,
     never_performed,

@@ -6,6 +6,7 @@ in which every role works and every ring of stages goes around.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rubin_moe.emulation import EmulatorLauncher
+from rubin_moe.emulation import EmulatorLauncher, aligned, storages
 from rubin_moe.emulator.dsl import emulated_device
 from rubin_moe.emulator.ptx import parse_ptx
 from rubin_moe.emulator.saved import SavedBuffer, SavedLaunch
-from rubin_moe.kernels.launch import Argument, CompiledKernel
+from rubin_moe.kernels.launch import Argument, CompiledKernel, pack
 
 TRITON = Path(__file__).parent.parent / "ptx"
 
@@ -70,21 +71,16 @@ class Recorder(EmulatorLauncher):
 
 def saved_launch(kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> SavedLaunch:
     """The launch of a compiled kernel with the memory of its tensors."""
-    from rubin_moe.emulation import _aligned, _ranges
-    from rubin_moe.kernels.launch import pack
-
     entry = next(e for e in parse_ptx(kernel.ptx).entries if e.name == kernel.entry)
     shape = (*entry.directives.get("reqnctapercluster", (1,)), 1, 1)[:3]
-    buffers = tuple(_buffer(start, size) for start, size in _ranges(args))
+    buffers = tuple(_buffer(start, size) for start, size in storages(args))
     return SavedLaunch(
         kernel.arch, kernel.ptx, kernel.entry, (grid, 1, 1), (kernel.block, 1, 1),
-        (shape[0], shape[1], shape[2]), kernel.smem_bytes, b"".join(_aligned(pack(args))), buffers,
+        (shape[0], shape[1], shape[2]), kernel.smem_bytes, b"".join(aligned(pack(args))), buffers,
     )  # fmt: skip
 
 
 def _buffer(start: int, size: int) -> SavedBuffer:
-    import ctypes
-
     return SavedBuffer(start, ctypes.string_at(start, size))
 
 

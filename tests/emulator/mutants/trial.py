@@ -67,11 +67,19 @@ class Bench:
             compile_entry(self.module, entry, deferred=True, checked=self.rules is not None)
         )
 
-    def run(self, kernel: LoadedKernel, seed: int, budget: int | None = None) -> Report:
-        """One launch from the initial memory."""
+    def run(
+        self,
+        kernel: LoadedKernel,
+        seed: int,
+        budget: int | None = None,
+        extra: Sequence[NDArray[np.generic]] = (),
+    ) -> Report:
+        """One launch from the initial memory, with ``extra`` buffers of a probe."""
         device = Device(self.launch.arch)
-        for array, buffer in zip(self.arrays, self.launch.buffers, strict=True):
-            array[:] = np.frombuffer(buffer.data, np.uint8)
+        for buffer in extra:
+            device.register(buffer)
+        for array, saved in zip(self.arrays, self.launch.buffers, strict=True):
+            array[:] = np.frombuffer(saved.data, np.uint8)
             device.register(array)
         launch = self.launch
         return device.launch(
