@@ -309,6 +309,7 @@ class CheckedEmitter(Emitter):
         for load in self._loads.get(name, ()):
             if (self.number, load) not in self._completed:
                 self._completed.add((self.number, load))
+                self.set_field("site", self.index)
                 number = self.b.const(load, I32)
                 self.b.call("emu.order_load_read", None, self.S, number)
         self._require_products(self._products.get(name, ()), 0)

@@ -78,9 +78,11 @@ from .layout import (
     SMEM_WORDS,
     STRONG,
     TENSOR,
+    TENSOR_FENCED,
     TENSOR_PLACE,
     TMEM_PLANE,
     TMEM_SHADOW,
+    UNFENCED,
     WARP0,
     WARPS,
     WHOLE_WORD,
@@ -408,6 +410,34 @@ def note_ranges(B, base, ranges, count, row, mine, write, proxy):
 
 
 @inner
+def warp_of(B, component):
+    """Warp of the cluster whose own, or whose asynchronous work's, a component is."""
+    b = wide(B)
+    if component >= b[PIPE0]:
+        return (component - b[PIPE0]) % b[WARPS]
+    return component - b[WARP0]
+
+
+@inner
+def unfenced(B, entry, count, mine, place):
+    """Report what other warps wrote to tensor memory before the last tcgen05.fence of this one."""
+    b = wide(B)
+    warp = warp_of(B, (mine >> COMPONENT_SHIFT) & COMPONENT_MASK)
+    fenced = word(b[TENSOR_FENCED] + 4 * b[LENGTH] * warp)
+    written, good = wide(entry), 0
+    for i in range(count):
+        held = written[i]
+        if held == good or held == 0:
+            continue
+        good = held
+        component = (held >> COMPONENT_SHIFT) & COMPONENT_MASK
+        if warp_of(B, component) == warp:
+            continue
+        if fenced[component] < (held >> CLOCK_SHIFT) & CLOCK_MASK:
+            log(B, UNFENCED, mine, held, place + i)
+
+
+@inner
 def note_cells(B, rank, boxes, count, row, mine, write):
     """An access to rectangles of tensor memory (int64 [count, 4]: lanes, then columns)."""
     b, table = wide(B), wide(boxes)
@@ -422,6 +452,7 @@ def note_cells(B, rank, boxes, count, row, mine, write):
             cell = (first + run) * CELLS_A_COLUMN + low
             entry = b[TMEM_SHADOW] + 8 * (rank * CELLS + cell)
             place = 1 << TENSOR_PLACE | rank << 48 | cell
+            unfenced(B, entry, length, mine, place)
             if not note_words(B, entry, b[TMEM_PLANE], length, row, mine, write, 0, place, 1):
                 return 0
     return 1

@@ -23,6 +23,7 @@ from .layout import (
     SITE_MASK,
     STATES,
     UNINITIALISED,
+    UNWAITED,
     WARP0,
     WARPS,
     WHOLE_WORD,
@@ -194,7 +195,10 @@ def tensor_wait(S, stores):
 
 def load_read(S, site):
     """A register is read that tcgen05.ld number ``site`` wrote."""
-    synchronise.load_read(_block(S), _warp(S), site)
+    clock = synchronise.load_read(_block(S), _warp(S), site)
+    if clock != 0:
+        mine = _epoch(S, 0)
+        checks.log(_block(S), UNWAITED, mine, mine, site)
     return 1
 
 

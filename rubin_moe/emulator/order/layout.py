@@ -37,10 +37,11 @@ STRONG, ACQUIRE, RELEASE, COPY_ENGINE = 4, 8, 16, 32
 (
     RACE_READ, RACE_WRITE, RACE_OVERWRITE, LANES, PROXY, PROXY_OVERWRITE, UNINITIALISED,
     EXIT_PENDING, EXIT_ARRIVAL, EXITED, REGISTERS, PROXY_COPY, INIT_FENCE, REPEATED,
-) = range(1, 15)  # fmt: skip
-LAST_CODE = REPEATED
+    UNFENCED, UNWAITED,
+) = range(1, 17)  # fmt: skip
+LAST_CODE = UNWAITED
 #: Kernels that run on silicon do without.
-REPORTED = (PROXY_OVERWRITE, PROXY_COPY, INIT_FENCE, REPEATED)
+REPORTED = (PROXY_OVERWRITE, PROXY_COPY, INIT_FENCE, REPEATED, UNFENCED, UNWAITED)
 
 # groups of asynchronous operations of a warp
 GROUPS = ("cp.async", "bulk", "wgmma")
@@ -48,7 +49,7 @@ GROUP_COPY, GROUP_BULK, GROUP_WGMMA = range(3)
 GROUP_RING = 64
 
 # fences
-FENCE_MEMORY, FENCE_PROXY, FENCE_INIT = range(3)
+FENCE_MEMORY, FENCE_PROXY, FENCE_INIT, FENCE_TENSOR = range(4)
 
 #: Barriers of a CTA, bytes of shared memory that an mbarrier takes, mbarriers that are followed.
 NAMED_BARRIERS = 16
@@ -78,8 +79,8 @@ PLANES = 4
     FLAGS, FLAG_VERSION, FENCE_VERSION, FLAG_FROM, SEEN_FLAG, SEEN_DIRTY,
     COUNTS, MARKS, MARK_COUNT, LOAD_LAST, LOAD_SITES, SAVED,
     ENFORCE, LOG, LOG_LIMIT, LOG_COUNT, LOG_KEYS, LOG_KEY_LIMIT, POLLED,
-    LEFT, LEFT_COUNT, MBARRIER_FROM,
-) = range(57)  # fmt: skip
+    LEFT, LEFT_COUNT, MBARRIER_FROM, TENSOR_FENCED,
+) = range(58)  # fmt: skip
 #: Addresses of the hooks follow, in this order; arguments and results are int64.
 HOOKS = (
     "access", "converge", "mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_arrive",

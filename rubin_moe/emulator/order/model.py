@@ -114,6 +114,7 @@ class ClusterOrder:
         self.rows = self._table(layout.ROWS, (warps, length))
         self._table(layout.FENCED, (warps, length))
         self._table(layout.SEEN, (warps, length))
+        self._table(layout.TENSOR_FENCED, (warps, length))
         self.counts = self._table(layout.COUNTS, (warps, layout.COUNTERS), np.int64)
         self.states = self._table(layout.STATES, (warps,), np.int64)
         self._shadow_memory(cluster)

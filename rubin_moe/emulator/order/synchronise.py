@@ -27,6 +27,7 @@ from .layout import (
     CTA_WARPS,
     FENCE_MEMORY,
     FENCE_PROXY,
+    FENCE_TENSOR,
     FENCE_VERSION,
     FENCED,
     FLAG_FROM,
@@ -66,6 +67,7 @@ from .layout import (
     SEEN_FLAG,
     STORE,
     TENSOR,
+    TENSOR_FENCED,
     WARP0,
     WARPS,
     WRITE,
@@ -309,7 +311,8 @@ def cluster_wait(B, warp):
 
 @inner
 def fence(B, warp, kind):
-    """fence.acq_rel and membar; fence.proxy.async; fence.mbarrier_init."""
+    """fence.acq_rel and membar; fence.proxy.async; fence.mbarrier_init;
+    tcgen05.fence::after_thread_sync."""
     b = wide(B)
     row = row_of(B, ROWS, warp)
     me = b[WARP0] + warp
@@ -320,6 +323,8 @@ def fence(B, warp, kind):
             dirty[warp] = 0
         copy(B, row_of(B, FENCED, warp), row)
         word(b[FENCE_VERSION])[warp] += 1
+    elif kind == FENCE_TENSOR:
+        copy(B, row_of(B, TENSOR_FENCED, warp), row)
     elif kind == FENCE_PROXY:
         knows = word(row)
         for i in range(b[GENERIC]):
@@ -452,14 +457,17 @@ def warpgroup_done(B, warp, site):
 
 @inner
 def load_read(B, warp, site):
-    """A register that the load wrote is read: it, and those before it, are complete."""
+    """A register that the load wrote is read: it, and those before it, are complete. Returns the
+    load's clock where no wait::ld came before, else 0."""
     b = wide(B)
     clock = word(b[LOAD_LAST] + 4 * b[LOAD_SITES] * warp)[site]
     own = pipe(B, warp, LOAD)
     knows = word(row_of(B, ROWS, warp))
-    if knows[own] < clock:
-        knows[own] = clock
-        tick(B, warp)
+    if knows[own] >= clock:
+        return 0
+    knows[own] = clock
+    tick(B, warp)
+    return clock
 
 
 @inner
