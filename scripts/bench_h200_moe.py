@@ -2,9 +2,9 @@
 
 ``worker SHAPE IMPLEMENTATION`` sets one up, checks it, says that it is ready, waits, and times
 itself alone, twice; ``us`` is the better pass. ``all`` starts a worker for each, so that they set
-up and compile side by side, lets one after another time, and writes the report. Times are medians
-of CUDA-graph replays over rotated routings, from top-k ids and weights to the weighted sum, with
-bfloat16 activations.
+up and compile side by side, lets one after another time, and writes the report; ``plot`` draws it.
+Times are medians of CUDA-graph replays over rotated routings, with bfloat16 activations, to the
+weighted sum: from top-k ids and weights, and from router logits (softmax, top-k, renormalized).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -28,7 +28,9 @@ from h200_layer import (
     SHAPES,
     SILU,
     Shape,
+    compile_all,
     experts_touched,
+    logits_of,
     median_us,
     random_weights,
     reference,
@@ -36,24 +38,51 @@ from h200_layer import (
     routing,
     routings,
 )
-from h200_peers import OTHER_ACTIVATION, SETUPS, Make
+from h200_peers import OTHER_ACTIVATION, SETUPS, Call, Make, from_logits
+from torch import Tensor
 
 from rubin_moe.formats.experts import ExpertWeights
-from rubin_moe.kernels.base import Target
 from rubin_moe.kernels.registry import select
+from rubin_moe.kernels.sm90.choice import choose
+from rubin_moe.kernels.sm90.host import Sm90Kernel, router_of
+from rubin_moe.kernels.target import detect
 
 app = typer.Typer()
 TOKENS = (1, 4, 16, 64, 256)
 OURS = "rubin_moe"
+SOURCES = ("ids", "logits")
 WORST_ERROR = 1e-2
 PACKAGES = ("torch", "triton", "vllm", "humming-kernels", "nvidia-cutlass-dsl")
 
 
-def setup_ours(shape: Shape, weights: ExpertWeights) -> Make:
-    target = Target("cuda", torch.cuda.get_device_capability(), {"nvidia-cutlass-dsl": "4.8"})
-    kernel = select(shape.problem(), target, "sm90").kernel()
+def setup_ours(shape: Shape, weights: ExpertWeights) -> tuple[Make, Make]:
+    """From ids, and from logits."""
+    kernel = cast(Sm90Kernel, select(shape.problem(), detect("cuda"), "sm90").kernel())
     prepared = kernel.prepare(weights)
-    return lambda x, ids, router: partial(kernel.run, prepared, x, ids, router)
+
+    def with_router(x: Tensor, ids: Tensor, router: Tensor) -> Call:
+        logits = logits_of(shape, ids, router)
+        return lambda: kernel.run(prepared, x, *kernel.route(logits))
+
+    return lambda x, ids, router: partial(kernel.run, prepared, x, ids, router), with_router
+
+
+def setup(name: str, shape: Shape, weights: ExpertWeights) -> dict[str, Make]:
+    """By source. triton_kernels has one way only, from logits; it stands in both tables."""
+    if name == OURS:
+        return dict(zip(SOURCES, setup_ours(shape, weights), strict=True))
+    make = SETUPS[name](shape, weights)
+    if name == "triton_kernels":
+        return {"logits": make}
+    return {"ids": make, "logits": partial(from_logits, make, shape)}
+
+
+def compile_ours() -> list[Any]:
+    """Our kernels of every cell; needs no GPU."""
+    problems = [(s.problem(), s) for s in SHAPES.values()]
+    for problem, _ in problems:
+        router_of(problem.num_experts, problem.top_k, "bf16", True)
+    return [(choose(p, m), s.activation, s.bias) for p, s in problems for m in TOKENS]
 
 
 def layer_weights(shape: Shape) -> ExpertWeights:
@@ -89,30 +118,37 @@ def worker(shape_name: str, name: str, folder: Path) -> None:
     shape, stem = SHAPES[shape_name], f"{shape_name}.{name}"
     torch.manual_seed(7)
     weights = layer_weights(shape)
-    make = setup_ours(shape, weights) if name == OURS else SETUPS[name](shape, weights)
-    error = check(shape, weights, make, name)
+    makes = setup(name, shape, weights)
+    error = max(check(shape, weights, make, name) for make in makes.values())
     print(stem, "relative error", error, flush=True)
     cases = []
     for m in TOKENS:
         x = torch.randn(m, shape.hidden, device="cuda").bfloat16()
         routed = routings(shape, m)
-        calls = [make(x, ids, router) for ids, router in routed]
-        calls[0]()
-        touched = experts_touched(routed)
-        cases.append((m, calls, touched))
+        calls = {s: [make(x, *r) for r in routed] for s, make in makes.items()}
+        for each in calls.values():
+            each[0]()
+        cases.append((m, calls, experts_touched(routed)))
     torch.cuda.synchronize()
     (folder / f"{stem}.ready").touch()
     while not (folder / f"{stem}.go").exists():
         time.sleep(0.02)
     rows = []
     for m, calls, touched in cases:
-        us = [median_us(calls), median_us(calls)]
-        row = {"shape": shape_name, "num_tokens": m, "impl": name, "us": round(min(us), 2)}
-        row |= {"us_other_pass": round(max(us), 2), "experts": touched}
-        row |= {"floor_us": round(shape.floor_us(m, touched), 2)}
-        row |= {"host_us": round(eager_us(calls[0]), 1), "error": error}
-        rows.append(row)
+        for source, each in calls.items():
+            us = [median_us(each, 40), median_us(each, 40)]
+            row = {"source": source, "shape": shape_name, "num_tokens": m, "impl": name}
+            row |= {"us": round(min(us), 2), "us_other_pass": round(max(us), 2)}
+            row |= {"experts": touched, "floor_us": round(shape.floor_us(m, touched), 2)}
+            row |= {"host_us": round(eager_us(each[0]), 1), "error": error}
+            rows.append(row)
     (folder / f"{stem}.json").write_text(json.dumps(rows))
+
+
+@app.command()
+def compile() -> None:
+    """Fills the kernel cache."""
+    compile_all(compile_ours())
 
 
 @app.command(name="all")
@@ -122,7 +158,7 @@ def run_all(
     peer_site: Annotated[str, typer.Option(help="PYTHONPATH of the peers")] = "",
     shapes: str = ",".join(SHAPES),
     ready_s: float = 150,
-    total_s: float = 280,
+    total_s: float = 480,
 ) -> None:
     """Every worker, then the report."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +203,34 @@ def run_all(
 def write(
     report: Path, rows: list[dict[str, Any]], left_out: dict[str, str], versions: dict[str, str]
 ) -> None:
-    """The report: rows, the best peer of each cell, geometric mean and minimum of the ratios."""
+    """The report: rows, and by source the best peer of each cell and the ratios to it."""
+    rows = rows + [r | {"source": "ids"} for r in rows if r["impl"] == "triton_kernels"]
+    summary = {}
+    for source in SOURCES:
+        cells = cells_of([r for r in rows if r["source"] == source])
+        ratios = [c["ratio"] for c in cells]
+        summary[source] = {
+            "geomean_ratio": round(statistics.geometric_mean(ratios), 3) if ratios else None,
+            "min_ratio": min(ratios, default=None),
+            "cells": cells,
+        }
+        for c in cells:
+            print(source, *c.values())
+        print(source, {k: v for k, v in summary[source].items() if k != "cells"})
+    facts: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(0),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "summary": summary,
+        "not_timed": left_out,
+        "rows": rows,
+    }
+    report.write_text(json.dumps(facts, indent=1) + "\n")
+    print("not timed:", sorted(left_out))
+
+
+def cells_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours beside the fastest peer whose numbers are right."""
     cells = []
     for ours in (r for r in rows if r["impl"] == OURS):
         where = (ours["shape"], ours["num_tokens"])
@@ -185,34 +248,50 @@ def write(
              "best_peer": best["impl"], "peer_us": best["us"],
              "ratio": round(best["us"] / ours["us"], 3)}
         )  # fmt: skip
-    ratios = [c["ratio"] for c in cells]
-    facts: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(0),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
-        "summary": {
-            "geomean_ratio": round(statistics.geometric_mean(ratios), 3) if ratios else None,
-            "min_ratio": min(ratios, default=None),
-            "cells": cells,
-        },
-        "not_timed": left_out,
-        "rows": rows,
-    }
-    report.write_text(json.dumps(facts, indent=1) + "\n")
-    for c in cells:
-        print(*c.values())
-    print({k: v for k, v in facts["summary"].items() if k != "cells"}, sorted(left_out))
+    return cells
 
 
 @app.command()
-def table(report: Path) -> None:
+def table(report: Path, source: str = "ids") -> None:
     """The report's cells as a Markdown table."""
     print("| shape | M | us | floor | of floor | best peer | us | ratio |")
     print("|---|---|---|---|---|---|---|---|")
-    for c in json.loads(report.read_text())["summary"]["cells"]:
+    for c in json.loads(report.read_text())["summary"][source]["cells"]:
         numbers = f"{c['us']:.1f} | {c['floor_us']:.1f} | {100 * c['of_floor']:.0f} %"
         peer = f"{c['best_peer']} | {c['peer_us']:.1f} | {c['ratio']:.2f}"
         print(f"| {c['shape']} | {c['num_tokens']} | {numbers} | {peer} |")
+
+
+@app.command()
+def plot(report: Path, picture: Path, source: str = "ids") -> None:
+    """Latency against the number of tokens: ours, the peers and the floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    facts = json.loads(report.read_text())
+    rows = [r for r in facts["rows"] if r["source"] == source]
+    shapes = list(dict.fromkeys(r["shape"] for r in rows))
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(3.2 * len(shapes), 3.4), sharey=True)
+    for axis, shape in zip(axes, shapes, strict=True):
+        here = [r for r in rows if r["shape"] == shape]
+        for impl in (OURS, *SETUPS):
+            line = [(r["num_tokens"], r["us"]) for r in here if r["impl"] == impl]
+            if line:
+                ours = {"color": "black", "linewidth": 2.2} if impl == OURS else {"linewidth": 1}
+                axis.plot(*zip(*sorted(line), strict=True), marker=".", label=impl, **ours)
+        floor = sorted((r["num_tokens"], r["floor_us"]) for r in here if r["impl"] == OURS)
+        axis.plot(*zip(*floor, strict=True), "k:", label="floor")
+        axis.set(title=shape, xscale="log", yscale="log", xlabel="tokens", xticks=TOKENS)
+        axis.set_xticklabels([str(m) for m in TOKENS])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"us a layer, from {source}")
+    axes[0].legend(fontsize=7)
+    figure.suptitle(f"{facts['device']}, {facts['date']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=90)
 
 
 def _versions(peer_site: str) -> dict[str, str]:

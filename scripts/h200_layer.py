@@ -151,6 +151,12 @@ def routing(shape: Shape, num_tokens: int) -> tuple[Tensor, Tensor]:
     return ids, weights / weights.sum(-1, keepdim=True)
 
 
+def logits_of(shape: Shape, ids: Tensor, router: Tensor) -> Tensor:
+    """bfloat16 router logits whose softmax over the best ``top_k`` gives these ids and weights."""
+    logits = torch.full((len(ids), shape.num_experts), -20.0, device=ids.device)
+    return logits.scatter_(1, ids.long(), router.log()).bfloat16()
+
+
 def routings(shape: Shape, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
     """Independent ones, so that the L2 cache does not hold the next call's experts; for one token
     the experts of consecutive ones are disjoint as long as there are any left."""

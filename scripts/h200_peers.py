@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from h200_layer import Shape, dense
+from h200_layer import Shape, dense, logits_of
 from torch import Tensor
 
 from rubin_moe.formats.experts import ExpertWeights
@@ -102,9 +102,7 @@ def setup_triton_kernels(shape: Shape, weights: ExpertWeights) -> Make:
     )
 
     def make(x: Tensor, ids: Tensor, router: Tensor) -> Call:
-        logits = torch.full((x.shape[0], shape.num_experts), -20.0, device=x.device)
-        logits.scatter_(1, ids.long(), router.log())
-        logits = logits.bfloat16()
+        logits = logits_of(shape, ids, router)
         return lambda: oai.triton_kernel_moe_forward(
             x, w1, w2, logits, shape.top_k, True, activation=MoEActivation.SWIGLUOAI,
             quant_config=config, global_num_experts=shape.num_experts,
@@ -206,3 +204,19 @@ SETUPS: dict[str, Callable[[Shape, ExpertWeights], Make]] = {
 }
 OTHER_ACTIVATION = ("humming", "triton_bf16")
 """These compute silu where the layer's activation is another one: same work, other numbers."""
+
+
+def from_logits(make: Make, shape: Shape, x: Tensor, ids: Tensor, router: Tensor) -> Call:
+    """A call as vLLM makes it: its router's kernel, then the experts on what that has written."""
+    import vllm._custom_ops as ops
+
+    logits = logits_of(shape, ids, router)
+    ids, router, places = torch.empty_like(ids), torch.empty_like(router), torch.empty_like(ids)
+    ops.topk_softmax(router, ids, places, logits, True)
+    experts = make(x, ids, router)
+
+    def call() -> Tensor:
+        ops.topk_softmax(router, ids, places, logits, True)
+        return experts()
+
+    return call

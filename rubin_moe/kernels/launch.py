@@ -87,6 +87,12 @@ def pack(args: Sequence[Argument]) -> list[bytes]:
     return out
 
 
+def _slot(value: Argument) -> int:
+    if isinstance(value, int):
+        return value & 0xFFFFFFFF
+    return 0 if value is None else value.data_ptr()
+
+
 class DriverError(RubinMoeError):
     """A call of the CUDA driver failed."""
 
@@ -128,9 +134,11 @@ class DriverLauncher:
 
     def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
         """Asynchronous; errors of earlier launches may surface here, as always with CUDA."""
-        function = self._function(kernel)
-        values = [ctypes.create_string_buffer(part, len(part)) for part in pack(args)]
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        function, n = self._function(kernel), len(args)
+        # a slot of 8 bytes each, little-endian: the driver reads as many as the parameter has
+        slots = (ctypes.c_uint64 * n)(*map(_slot, args))
+        first = ctypes.addressof(slots)
+        pointers = (ctypes.c_void_p * n)(*range(first, first + 8 * n, 8))
         config = _Config((grid, 1, 1), (kernel.block, 1, 1), kernel.smem_bytes)
         config.stream = torch.cuda.current_stream().cuda_stream
         wanted = []

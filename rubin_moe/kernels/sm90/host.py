@@ -69,6 +69,7 @@ class Sm90Kernel:
         self._num_blocks = num_blocks
         self.device = torch.device(device)
         self._counters: dict[torch.device, Tensor] = {}
+        self._kernels: dict[int, tuple[Plan, CompiledKernel]] = {}
 
     def prepare(self, weights: ExpertWeights) -> Sm90Experts:
         """Blocks of both projections, expert by expert.
@@ -167,14 +168,14 @@ class Sm90Kernel:
         out: Tensor,
     ) -> None:
         m, sizes = x.shape[0], self.sizes
-        pairs, plan = m * sizes.top_k, self._plan(m)
+        pairs, (plan, kernel) = m * sizes.top_k, self._chosen(m)
         shape = (pairs, sizes.slabs, sizes.hidden)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         scratch = [
             torch.empty(n, dtype=torch.uint8, device=x.device) for n in plan.scratch_bytes(pairs)
         ]
         self._launch.launch(
-            kernel_of(plan, self.problem.activation, self.problem.has_bias),
+            kernel,
             self._num_blocks,
             [
                 w.w13, w.w2, w.alpha13, w.alpha2, w.bias13, w.bias2, x, ids, weights, expert_map,
@@ -211,6 +212,13 @@ class Sm90Kernel:
         kernel = router_of(p.global_num_experts, p.top_k, kind, renormalize)
         self._launch.launch(kernel, -(-m // ROUTED_AT_ONCE), [logits, ids, weights, m])
         return ids, weights
+
+    def _chosen(self, num_tokens: int) -> tuple[Plan, CompiledKernel]:
+        if num_tokens not in self._kernels:
+            plan = self._plan(num_tokens)
+            kernel = kernel_of(plan, self.problem.activation, self.problem.has_bias)
+            self._kernels[num_tokens] = plan, kernel
+        return self._kernels[num_tokens]
 
     def _plan(self, num_tokens: int) -> Plan:
         return choose(self.problem, num_tokens)

@@ -11,10 +11,12 @@ LOW_BITS = 1 << 16
 
 
 def multiply_block(kind: str, n: int, chains: int, acc, a, tokens):
-    """acc += A B over 64 of K, MMA ``j`` to chain ``j % chains``. Not complete afterwards; what was
-    issued before it is.
+    """acc += A B over 64 of K, MMA ``j`` to chain ``j % chains``; complete afterwards.
 
-    ``acc``: register tensor, ``chains`` x ``n / 2`` floats; ``a``: four registers an MMA;
+    It waits because MMAs read A's registers long after they were issued, and the compiler, which
+    does not know, puts the next block's values there. Other warpgroups fill the time.
+
+    ``acc``: register tensor, ``chains`` x ``n / 2`` floats; ``a``: A's registers, four an MMA;
     ``tokens``: address of ``[n, 64]`` 16-bit elements in shared memory, 128-byte swizzled.
     """
     each = n // 2
@@ -29,14 +31,9 @@ def multiply_block(kind: str, n: int, chains: int, acc, a, tokens):
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{d}}}, "
             f"{{{', '.join(registers[4 * j : 4 * j + 4])}}}, desc, 1, 1, 1, 0;",
         ]
-    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 1;", "}"]
+    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
     low = (Uint32(tokens) >> Uint32(4)) | Uint32(LOW_BITS)
-    _in_place(acc, "\n".join(lines), [v for four in a for v in four] + [low])
-
-
-def wait_for_all_products(acc):
-    """Nothing that reads ``acc`` may be moved above this."""
-    _in_place(acc, "wgmma.wait_group.sync.aligned 0;", [])
+    _in_place(acc, "\n".join(lines), [*(v for four in a for v in four), low])
 
 
 def _in_place(acc, text: str, registers):

@@ -27,7 +27,7 @@ from rubin_moe.kernels.sm90.dequant import pairs, scale_pairs
 from rubin_moe.kernels.sm90.finish import FIRST_PASS, Finish
 from rubin_moe.kernels.sm90.plan import CHAINS, WidePlan
 from rubin_moe.kernels.sm90.route import Router, count_of, expert_of, first_of
-from rubin_moe.kernels.sm90.wgmma import multiply_block, wait_for_all_products
+from rubin_moe.kernels.sm90.wgmma import multiply_block
 
 READY_BARRIER = 1  # the scratch of this block is written
 SPAN = 4  # blocks of K that a warp permutes at once
@@ -128,6 +128,7 @@ class WideMoe:
                 self.load_tokens(smem, x_tiles, h_tiles, counters, first1, last1, first2, last2)
         else:
             self.permute(smem, warp, lane, block, grid, x, x_tiles, num_tokens)
+            ptx.fence_proxy_async_all()  # bulk copies will read it
             ptx.barrier_sync(READY_BARRIER, 32 * (plan.consumers + 1))
             self.consume(
                 smem, warp, lane, alpha13, alpha2, bias13, bias2, weights, h_tiles, partial,
@@ -329,6 +330,7 @@ class WideMoe:
             if row < sizes.tiles13:
                 scales = self.finish.scales1(smem, lane, row, index, alpha13, bias13)
                 self.finish1(lane, total, row, index, scales, h_tiles)
+                ptx.fence_proxy_async_all()
                 cute.arch.sync_warp()
                 if lane == 0:
                     ptx.add_release(counters + Int64(FIRST_PASS + index) * 4, Int32(1))
@@ -357,7 +359,6 @@ class WideMoe:
         part = Int32(0)
         while part < parts:
             acc.fill(0.0)
-            before = Int32(-1)
             chunk = Int32(0)
             while chunk < chunks:
                 ptx.mbarrier_wait(smem + plan.offsets["full"] + 8 * stage, parity)
@@ -365,19 +366,17 @@ class WideMoe:
                 ring += warp * plan.warp_weights
                 tokens = smem + plan.offsets["tokens"] + stage * plan.stage_tokens
                 for b in cutlass.range_constexpr(blocks):
-                    self.multiply(
-                        ring + b * plan.sizes.block_bytes, tokens + b * plan.block_tokens, lane, acc
-                    )
-                    if cutlass.const_expr(b == 0):
-                        self.leave(smem, lane, before)
-                before = stage
+                    rows = tokens + b * plan.block_tokens
+                    block = ring + b * plan.sizes.block_bytes
+                    self.multiply(block, rows, lane, acc)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    ptx.mbarrier_arrive(smem + plan.offsets["empty"] + 8 * stage)
                 stage += 1
                 if stage == plan.tiles.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
                 chunk += 1
-            wait_for_all_products(acc)
-            self.leave(smem, lane, before)
             for i in cutlass.range_constexpr(self.values):
                 value = acc[i]
                 for c in cutlass.range_constexpr(CHAINS - 1):
@@ -387,16 +386,8 @@ class WideMoe:
         return total, (stage, parity)
 
     @cute.jit
-    def leave(self, smem, lane, stage):
-        """This warp needs the stage no more, if there is one."""
-        if stage >= 0:
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbarrier_arrive(smem + self.plan.offsets["empty"] + 8 * stage)
-
-    @cute.jit
     def multiply(self, block, tokens, lane, acc):
-        """One block of weights; the products of the one before are complete afterwards."""
+        """One block of weights."""
         sizes = self.plan.sizes
         words = ptx.load_shared_v4(block + lane * 16)
         if cutlass.const_expr(sizes.exponent_only):
