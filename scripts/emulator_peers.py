@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Runs every peer kernel on the emulator and records how it compares with float64.
 
-    python scripts/emulator_peers.py [--only TEXT] [--seeds N] [--output PATH]
+    python scripts/emulator_peers.py [--only TEXT] [--seeds N] [--rules enforce] [--output PATH]
 
-Writes docs/results/emulator_peers.json: one row a kernel. The numbers are of the emulator, executed
+Writes docs/results/emulator_peers.json: one row a kernel, with what `--rules` found under any of
+the seeds (errors end a run; findings by rule and line). The numbers are of the emulator, executed
 on a CPU; nothing in them is a measurement of the architecture they were compiled for.
 """
 
@@ -16,7 +17,7 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -24,13 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rubin_moe.emulator.dsl import emulated_device  # noqa: E402
+from rubin_moe.emulator.findings import Mode  # noqa: E402
 from tests.emulator.peers.case import PeerCase  # noqa: E402
 from tests.emulator.peers.suite import CASES  # noqa: E402
 
 PACKAGES = ("flashinfer-python", "nvidia-cutlass-dsl", "llvmlite", "numpy", "torch")
 
 
-def run_case(case: PeerCase, seeds: int) -> dict[str, Any]:
+def run_case(case: PeerCase, seeds: int, rules: Mode | None) -> dict[str, Any]:
     """One row: the worst comparison over `seeds` schedules, and what the emulator reported."""
     row: dict[str, Any] = {
         "kernel": case.name,
@@ -39,16 +41,18 @@ def run_case(case: PeerCase, seeds: int) -> dict[str, Any]:
         "shape": case.shape,
         "seeds": seeds,
     }
-    started, comparisons, findings = time.monotonic(), [], []
+    started, comparisons = time.monotonic(), []
+    findings: dict[tuple[str, int], str] = {}
     try:
         prepared = None
         for seed in range(seeds):
-            with emulated_device(case.target, seed=seed) as gpu:
+            with emulated_device(case.target, seed=seed, rules=rules) as gpu:
                 prepared = prepared or case.prepare()
                 comparisons.append(prepared.run(gpu))
             for launch in gpu.launches:
                 assert launch.report is not None
-                findings += [str(f) for f in getattr(launch.report, "findings", [])]
+                for found in launch.report.findings:
+                    findings.setdefault((found.rule, found.line), f"{found.severity}: {found}")
                 row["warp_instructions"] = launch.report.warp_instructions
     except Exception as error:
         row |= {"status": "error", "error": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -63,7 +67,12 @@ def run_case(case: PeerCase, seeds: int) -> dict[str, Any]:
         }
         if "status" not in row:
             row["status"] = "passed" if worst.passed else "failed"
-    row["findings"] = sorted(set(findings))
+    if rules is not None:
+        row["rules"] = rules
+        row["findings"] = [
+            {"rule": rule, "line": line, "text": text}
+            for (rule, line), text in sorted(findings.items())
+        ]
     row["seconds"] = round(time.monotonic() - started, 1)
     return row
 
@@ -71,16 +80,20 @@ def run_case(case: PeerCase, seeds: int) -> dict[str, Any]:
 def main(
     only: Annotated[str, typer.Option(help="Run cases whose key contains this.")] = "",
     seeds: Annotated[int, typer.Option(help="Schedules to run each kernel under.")] = 1,
+    rules: Annotated[str, typer.Option(help="enforce, report or none.")] = "none",
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_peers.json",
 ) -> None:
     """Run the peer kernels; exit 1 if any differs or fails."""
+    mode = None if rules == "none" else cast(Mode, rules)
     rows = []
     for case in CASES:
         if only in case.key:
-            rows.append(run_case(case, seeds))
+            rows.append(run_case(case, seeds, mode))
             row = rows[-1]
             equal = f"{row.get('bit_equal', 0)}/{row.get('elements', 0)} equal"
             print(f"{case.key:60} {row['status']:7} {equal:24} {row['seconds']:6.1f} s", flush=True)
+            for found in row.get("findings", ()):
+                print(f"    {found['rule']}, line {found['line']}", flush=True)
             if "error" in row:
                 print(f"    {row['error']}", flush=True)
     result = {
