@@ -21,7 +21,7 @@ def missing_fences(index: int, lowered: Lowered) -> tuple[tuple[str, str], ...]:
 
 
 def _faults(index: int, lowered: Lowered) -> Iterator[tuple[str, str]]:
-    before = _predecessors(lowered)
+    before = predecessors(lowered)
     if _reaches_start(index, lowered, before):
         yield "wgmma: first fence", "no wgmma.fence stands before the first product"
     touched = _touched_after_fence(index, lowered, before)
@@ -72,7 +72,8 @@ def _touched_after_fence(index: int, lowered: Lowered, before: list[list[int]]) 
     return ""
 
 
-def _predecessors(lowered: Lowered) -> list[list[int]]:
+def predecessors(lowered: Lowered) -> list[list[int]]:
+    """Instructions that control may come from, for each instruction."""
     entry, families = lowered.entry, lowered.families
     before: list[list[int]] = [[] for _ in entry.instructions]
     for index, ins in enumerate(entry.instructions):

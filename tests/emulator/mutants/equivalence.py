@@ -20,8 +20,9 @@ from rubin_moe.emulator.isa import tcgen05_data, tcgen05_mma
 from rubin_moe.emulator.isa.descriptors import decode_instruction
 from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.isa.handoff import UnitSite
+from rubin_moe.emulator.isa.register_fence import predecessors
 from rubin_moe.emulator.issue import Handler, lanes, values
-from rubin_moe.emulator.lower import branch_target
+from rubin_moe.emulator.lower import branch_target, lower
 from rubin_moe.emulator.machine import LaunchContext, Warp
 from rubin_moe.emulator.ptx.ast import Entry, Imm, Instruction, Mem, Reg
 from tests.emulator.mutants.edits import Mutation, apply, make, with_operand
@@ -325,6 +326,26 @@ def repeated_publication(bench: Bench, mutation: Mutation) -> str:
     )
 
 
+def empty_release(bench: Bench, mutation: Mutation) -> str:
+    """fence.release before which nothing has been written that it could publish."""
+    ins = bench.entry.instructions[mutation.index]
+    if mutation.operator != "drop fence" or ins.parts[:2] != ("fence", "release"):
+        return ""
+    lowered = lower(bench.entry, deferred=True, checked=True)
+    before = predecessors(lowered)
+    silent = {*_REGISTERS, "load", "branch", "hint", "barrier", "cluster_arrive", "cluster_wait",
+              "grid_wait", "mbarrier_init", "tmem_alloc", "warp_barrier", "leave"}  # fmt: skip
+    seen, todo = {mutation.index}, list(before[mutation.index])
+    while todo:
+        at = todo.pop()
+        if at not in seen:
+            seen.add(at)
+            todo += before[at]
+            if lowered.families[at].name not in silent:
+                return ""
+    return "no store, atomic or copy leads to the fence: it has nothing to release"
+
+
 def same_decoding(bench: Bench, mutation: Mutation) -> str:
     """The changed bit of the instruction descriptor means nothing."""
     if mutation.operator not in _DESCRIPTOR_FIELDS or "bit" not in mutation.what:
@@ -404,6 +425,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     renamed_barrier,
     second_fence,
     repeated_publication,
+    empty_release,
     last_wait,
     first_phase,
     covers_nothing,
