@@ -156,7 +156,7 @@ def _swap_ab(s: Subject) -> Verdict:
     if not any(m.runtime_n for m in s.facts.mmas):
         return "not applicable", "N is not set at run time"
     if not any(m.shifted_ids for m in s.facts.mmas):
-        return "met", "N at bit 17 at run time; scales start at byte 0 of a column, ids stay 0"
+        return "met", "N at bit 17 at run time; scale ids are constants, none is or-ed in"
     if all(m.masked_ids for m in s.facts.mmas):
         return "met", "N at bit 17 at run time, scale ids masked after their shifts"
     return "missed", "N is set at run time, and a scale id is or-ed in without a mask"

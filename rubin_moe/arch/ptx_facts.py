@@ -103,7 +103,7 @@ def _mma(ins: Instruction, defs: dict[str, list[Instruction]], arch: ArchSpec) -
     match = _MMA.match(ins.opcode)
     assert match is not None
     group, kind = int(match.group(1)), match.group(2)
-    chain = list(_chain(ins.operands[3], defs))
+    chain = list(_chain(ins.operands[3], defs, _MASKED))
     word, decoded = None, None
     for candidate in _constants(chain):
         try:
@@ -127,6 +127,7 @@ def _mma(ins: Instruction, defs: dict[str, list[Instruction]], arch: ArchSpec) -
 
 
 _MERGING = ("or", "mov", "selp")
+_MASKED = (*_MERGING, "and")  # of run-time N alone, which the compiler may do last
 # ((tokens + 15) & -16) >> 3 << 17 leaves the compiler as one shift by 14, an addition and a mask
 _ARITHMETIC = (*_MERGING, "and", "add")
 _TO_ID = ("1", "26")  # from bits 30-31 of an address to bits 29-30 (A) and 4-5 (B)

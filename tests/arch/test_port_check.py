@@ -117,8 +117,20 @@ def test_runtime_n_as_the_compiler_leaves_it_and_ids_of_zero():
     )
     assert verdicts(text)[8] == (
         "met",
-        "N at bit 17 at run time; scales start at byte 0 of a column, ids stay 0",
+        "N at bit 17 at run time; scale ids are constants, none is or-ed in",
     )
+
+
+def test_a_word_whose_n_is_masked_last():
+    """(n << 14 | static) & mask, as the compiler leaves N of a pair in a tile of 256."""
+    text = (
+        HEADER
+        + "shl.b32 %r5, %r4, 14;\nor.b32 %r6, %r5, 268436616;\nand.b32 %r9, %r6, -260984;\n"
+        + MMA.format(kind="mxf4nvf4", tail=".block16").replace("group::1", "group::2")
+    )
+    v = verdicts(text)
+    assert v[2] == ("met", "idesc 0x10000488")
+    assert v[8][0] == "met"
 
 
 def test_other_targets_and_other_files_are_refused():
