@@ -175,9 +175,10 @@ def multiply(op: Tcgen05Mma, shadow: Shadow) -> None:
                 poisoned |= poison_kernels.scale_rows(
                     tmem, address & 0xFFFF, size, address >> 30, count, flags
                 )
-        if poisoned:
-            _spread(op, tmem, own_rows, own_columns, op.disabled_lanes[4 * index : 4 * index + 4])
-        elif not op.accumulate and not op.disabled_lanes:
+        disabled = op.disabled_lanes[4 * index : 4 * index + 4]
+        if poisoned or any(disabled):
+            _spread(op, tmem, own_rows, own_columns, disabled)
+        elif not op.accumulate:
             for lane, lanes, column, width, _ in d_blocks(op):
                 tmem[lane : lane + lanes, column : column + width] = 0
 
@@ -233,7 +234,8 @@ def _spread(
     for lane, lanes, column, width, first in d_blocks(op):
         if op.rows == 64 and op.idesc.cta_group == 2:
             row = 0
-        kept = tmem[lane : lane + lanes, column : column + width].copy() if disabled else None
+        cells = tmem[lane : lane + lanes, column : column + width]
+        kept = cells.copy() if any(disabled) else None
         own = columns[first : first + width]
         poison_kernels.spread(tmem, lane, column, rows[row : row + lanes], own, op.accumulate)
         row += lanes
@@ -241,7 +243,7 @@ def _spread(
             word = np.array(disabled, np.uint32)
             index = np.arange(lane, lane + lanes)
             keep = (word[index >> 5] >> (index & 31).astype(np.uint32)) & 1 == 1
-            tmem[lane : lane + lanes, column : column + width][keep] = kept[keep]
+            cells[keep] = kept[keep]
 
 
 def multiply_registers(op: mma_sync.WarpMma, a: Masks, b: Masks, c: Masks, registers: int) -> Masks:

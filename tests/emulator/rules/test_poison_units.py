@@ -67,6 +67,10 @@ PRODUCTS = {
             "idesc": block_scaled_idesc("mxf8f6f4", 128, 48, scale=1), "cta_group": 1,
         }, 1, 48, 32, 1,
     ),
+    "f16": Product(
+        {"arch": "sm_100a", "kind": "f16", "idesc": plain_idesc("f16", 128, 16), "cta_group": 1},
+        1, 16, 32, 0,
+    ),
     "f16 M=64": Product(
         {"arch": "sm_100a", "kind": "f16", "idesc": plain_idesc("f16", 64, 16), "cta_group": 1},
         1, 16, 32, 0,
@@ -149,6 +153,17 @@ def test_an_accumulator_keeps_its_poison_until_it_is_overwritten() -> None:
     assert np.argwhere(shadow.tmem(0)[:, :48]).tolist() == [[7, 5]]
     shadow_ops.multiply(tcgen05_mma.decode_mma(**operands), shadow)
     assert not shadow.tmem(0)[:, :48].any()
+
+
+def test_lanes_whose_output_is_disabled_keep_their_poison() -> None:
+    product = PRODUCTS["f16"]
+    operands = fill(FakeCluster(1, SMEM), product, np.random.default_rng(1))
+    for disabled, kept in (((0, 0, 0, 0), []), ((0, 1 << 3, 0, 0), [35])):
+        shadow = defined_shadow()
+        shadow.tmem(0)[:] = 0xFF
+        op = tcgen05_mma.decode_mma(**operands | {"disable_output_lane": disabled})
+        shadow_ops.multiply(op, shadow)
+        assert np.flatnonzero(shadow.tmem(0)[:, 0]).tolist() == kept
 
 
 def test_a_collector_keeps_the_poison_that_it_was_filled_with() -> None:
