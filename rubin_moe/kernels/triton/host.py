@@ -8,6 +8,7 @@ sum has one order: runs are bit-equal, and a row alone equals that row in any ba
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,12 +79,14 @@ class TritonKernel:
         if weights.fmt != p.weight_format:
             raise FormatError(f"{weights.name}: {weights.fmt} weights for {p.weight_format}")
         e, device = weights.num_experts, self.device
+        # a server may have another default dtype
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         codes13, scales13, alpha13 = self._tiles(weights, "w13", self.halves)
         codes2, scales2, alpha2 = self._tiles(weights, "w2", 1)
-        bias13 = bias2 = torch.zeros(1, device=device)
+        bias13 = bias2 = zeros(1)
         if p.has_bias:
-            bias13 = torch.zeros(e, self.halves, self.width, device=device)
-            bias2 = torch.zeros(e, p.hidden, device=device)
+            bias13 = zeros(e, self.halves, self.width)
+            bias2 = zeros(e, p.hidden)
             if weights.w13.bias is not None:
                 rows = weights.w13.bias.view(e, self.halves, p.intermediate)
                 bias13[..., : p.intermediate] = rows.to(device)

@@ -174,7 +174,13 @@ def test_prepared_weights_are_the_layouts_of_each_half(fmt, kind):
         activation=Activation(kind), global_num_experts=3,
     )  # fmt: skip
     kernel = TritonKernel(p, "cpu")
-    made, again = (kernel.prepare(weights).tensors() for _ in range(2))
+    made = kernel.prepare(weights).tensors()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads
+    try:
+        again = kernel.prepare(weights).tensors()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {n: t.dtype for n, t in made.items()} == {n: t.dtype for n, t in again.items()}
     assert all(torch.equal(made[name], again[name]) for name in made)
     halves = 1 if kind == "relu2" else 2
     for half in range(halves):
