@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
 from rubin_moe.kernels.cute import blocks as block_ptx
-from rubin_moe.kernels.cute import ptx
+from rubin_moe.kernels.cute import ptx, tcgen05
 from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107.grouped_gemm import GroupedGemm
 
@@ -113,7 +113,7 @@ class GatherGemmSwiglu(GroupedGemm):
         gate_alpha, gate_bias = gate
         up_alpha, up_bias = up
         limit, slope, beta = activation
-        both = ptx.tmem_load("16x64b", 16, [taddr, taddr + (16 << 16)], 16)
+        both = tcgen05.load("16x64b", 16, [taddr, taddr + (16 << 16)], 16)
         out = []
         for i in cutlass.range_constexpr(16):
             g = ptx.minimum(ptx.fma(ptx.as_f32(both[i]), gate_alpha, gate_bias), limit)
@@ -128,12 +128,12 @@ class GatherGemmSwiglu(GroupedGemm):
         """Features x tokens -> tokens x features, through the warp's own 32 columns."""
         low = taddr
         high = taddr + (16 << 16)
-        ptx.tmem_store("16x128b", 8, [low], v)
-        v = ptx.tmem_load("16x64b", 16, [low], 16)
-        ptx.tmem_store("32x32b", 16, [low], v)
-        v = ptx.tmem_load("16x128b", 4, [low, high], 8)
-        ptx.tmem_store("32x32b", 16, [low], v)
-        return ptx.tmem_load("16x256b", 2, [low, high], 8)
+        tcgen05.store("16x128b", 8, [low], v)
+        v = tcgen05.load("16x64b", 16, [low], 16)
+        tcgen05.store("32x32b", 16, [low], v)
+        v = tcgen05.load("16x128b", 4, [low, high], 8)
+        tcgen05.store("32x32b", 16, [low], v)
+        return tcgen05.load("16x256b", 2, [low, high], 8)
 
     @cute.jit
     def quantize_nvfp4(self, h, dec):

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from rubin_moe.kernels.cute import ptx
+from rubin_moe.kernels.cute import ptx, tcgen05
 from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107.grouped_gemm import GroupedGemm
 from rubin_moe.kernels.sm107.plan import GemmPlan
@@ -45,7 +45,7 @@ class GemmFinalize(GroupedGemm):
     def drain(self, own, opened, smem, taddr, row, left, size, warp, lane, turn):
         _, _, out, out_row, router_weight = own
         feature, factor, added = opened
-        values = ptx.tmem_load("32x32b", plans.SUBTILE, [taddr], plans.SUBTILE)
+        values = tcgen05.load("32x32b", plans.SUBTILE, [taddr], plans.SUBTILE)
         mine = Int32(0)  # this lane's token: where it goes and what it weighs
         weight = Float32(0.0)
         if lane < left:

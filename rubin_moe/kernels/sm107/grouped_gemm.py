@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from rubin_moe.kernels.cute import ptx
+from rubin_moe.kernels.cute import ptx, tcgen05
 from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107.mainloop import Mainloop
 from rubin_moe.kernels.sm107.plan import GemmPlan
@@ -87,11 +87,11 @@ class GroupedGemm:
         else:
             self.epilogue(smem, warp, lane, tmem, work, num_work, own, row_tiles, size)
         cute.arch.sync_warp()  # roles of one thread leave the rest of their warp here
-        ptx.tcgen05_fence_before()
+        tcgen05.fence_before()
         self.loop.sync()
         if warp == 0:
-            ptx.tcgen05_fence_after()
-            ptx.tmem_dealloc(tmem, self.plan.tmem.allocated, self.plan.cta_group)
+            tcgen05.fence_after()
+            tcgen05.dealloc(tmem, self.plan.tmem.allocated, self.plan.cta_group)
 
     @cute.jit
     def epilogue(self, smem, warp, lane, tmem, work, num_work, own, row_tiles, size):
@@ -109,7 +109,7 @@ class GroupedGemm:
             count = ptx.load_s32(item + 8)
             opened = self.open_tile(own, expert, row_tile, row_tiles, warp, lane)
             ptx.mbarrier_wait(bars.acc_full + 8 * acc, acc_parity)
-            ptx.tcgen05_fence_after()
+            tcgen05.fence_after()
             columns = tmem + acc * plan.tmem.start("acc1") + (warp << 21)
             column = Int32(0)
             left = count if row_tile < row_tiles else Int32(0)
@@ -120,7 +120,7 @@ class GroupedGemm:
                 )  # fmt: skip
                 turn = turn ^ 1
                 column += plans.SUBTILE
-            ptx.tcgen05_fence_before()
+            tcgen05.fence_before()
             cute.arch.sync_warp()
             if lane == 0:
                 if cutlass.const_expr(plan.cta_group == 1):

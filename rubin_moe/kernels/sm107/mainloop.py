@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from rubin_moe.kernels.cute import ptx
+from rubin_moe.kernels.cute import ptx, tcgen05
 from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107.plan import GemmPlan
 
@@ -98,11 +98,11 @@ class Mainloop:
                 ptx.mbarrier_init_fence()
             cute.arch.sync_warp()
         if warp == 0:
-            ptx.tmem_alloc(bars.tmem_slot, plan.tmem.allocated, plan.cta_group)
-            ptx.tmem_relinquish(plan.cta_group)
-        ptx.tcgen05_fence_before()
+            tcgen05.alloc(bars.tmem_slot, plan.tmem.allocated, plan.cta_group)
+            tcgen05.relinquish(plan.cta_group)
+        tcgen05.fence_before()
         self.sync()
-        ptx.tcgen05_fence_after()
+        tcgen05.fence_after()
         return ptx.load_shared_s32(bars.tmem_slot)
 
     @cute.jit
@@ -334,7 +334,7 @@ class Mainloop:
                 ptx.mbarrier_wait(bars.acc_empty + 8 * acc, acc_parity)
             else:
                 ptx.mbarrier_wait_cluster(bars.acc_empty + 8 * acc, acc_parity)
-            ptx.tcgen05_fence_after()
+            tcgen05.fence_after()
             d = tmem + acc * plan.tmem.start("acc1")
             k = Int32(0)
             while k < k_tiles:
@@ -342,15 +342,15 @@ class Mainloop:
                 ptx.mbarrier_wait(bars.full_t + 8 * t, t_parity)
                 if cutlass.const_expr(group == 2):
                     ptx.mbarrier_wait_cluster(bars.peer + 8 * t, t_parity)
-                ptx.tcgen05_fence_after()
+                tcgen05.fence_after()
                 self.k_tile(smem, tmem, d, w, t, s, n, k)
-                ptx.tcgen05_commit(bars.empty_w + 8 * w, group)
-                ptx.tcgen05_commit(bars.empty_t + 8 * t, group)
+                tcgen05.commit(bars.empty_w + 8 * w, group)
+                tcgen05.commit(bars.empty_t + 8 * t, group)
                 w, w_parity = after(w, w_parity, plan.weight_stages)
                 t, t_parity = after(t, t_parity, plan.token_stages)
                 s = (s + 1) & (plan.scale_stages - 1)
                 k += 1
-            ptx.tcgen05_commit(bars.acc_full + 8 * acc, group)
+            tcgen05.commit(bars.acc_full + 8 * acc, group)
             acc = acc ^ 1
             if acc == 0:
                 acc_parity = acc_parity ^ 1
@@ -382,7 +382,7 @@ class Mainloop:
         for j in cutlass.range_constexpr(2):
             scale_id = Int32(signed((plan.idesc[j] >> 4 & 3) << 30))
             column = j * o.groups // 2
-            ptx.mma_scaled(
+            tcgen05.mma_scaled(
                 FORMS[o.kind],
                 d,
                 Int64(a_desc) | Int64((a + o.weight_row_bytes // 2 * j) >> 4),
@@ -396,7 +396,7 @@ class Mainloop:
 
     @cute.jit
     def copy(self, taddr, chunk):
-        ptx.copy_scales(taddr, Int64(SCALE_DESC) | Int64(chunk >> 4), self.plan.cta_group)
+        tcgen05.copy_scales(taddr, Int64(SCALE_DESC) | Int64(chunk >> 4), self.plan.cta_group)
 
     @cute.jit
     def copy_second_half(self, n, taddr, chunk):
