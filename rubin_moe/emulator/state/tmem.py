@@ -48,6 +48,11 @@ class TensorMemory:
             "tcgen05.alloc: columns",
             f"{columns} columns on {self.arch} (legal: {sizes})",
         )
+        require(  # ptxas 13.4 refuses the text without the modifier
+            exclusive or columns <= 512,
+            "tcgen05.alloc: columns",
+            f"{columns} columns without .exclusive",
+        )
         require(
             not self.relinquished,
             "tcgen05.alloc: permit",

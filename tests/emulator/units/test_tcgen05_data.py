@@ -242,6 +242,13 @@ def test_allocation() -> None:
     assert error.value.rule == "tcgen05.alloc: permit"
 
 
+def test_more_than_512_columns_are_exclusive() -> None:
+    memory = TensorMemory("sm_107a")
+    with pytest.raises(IllegalOperationError, match="544 columns without .exclusive"):
+        memory.allocate(544)
+    assert memory.allocate(544, exclusive=True) == 0
+
+
 def test_exclusive_allocation_waits_and_keeps_others_out() -> None:
     memory = TensorMemory("sm_107a")
     assert memory.allocate(64) == 0
