@@ -37,6 +37,9 @@ def convert(
     activations: Annotated[
         str, typer.Option(help="what the config says of activations: none or dynamic")
     ] = "none",
+    calibrate: Annotated[
+        Path | None, typer.Option(help="text: measure the activations of a 16-bit source on it")
+    ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="module or pattern to leave as it is; repeatable")
     ] = None,
@@ -68,6 +71,7 @@ def convert(
         force=force,
         linears=linears,
         activations=activations,  # type: ignore[arg-type]
+        calibrate=None if calibrate is None else str(calibrate),
         exclude=tuple(exclude or ()),
         max_shard_bytes=shard_mb * MB,
         stacking=_stacking(stacking),
@@ -112,6 +116,8 @@ def _run(source: Path, out: Path, options: Any, jobs: int | None) -> None:
     typer.echo(f"{outcome.folder}: {outcome.plan.output_bytes:,} bytes, verified")
     for line in outcome.tally.lines():
         typer.echo(f"  {line}")
+    for module, experts in outcome.plan.uncalibrated.items():
+        typer.echo(f"  no input scale of their own: {module} experts {list(experts)}")
     for note in outcome.plan.notes:
         typer.echo(f"  note: {note}")
 

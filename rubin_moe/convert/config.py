@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import rubin_moe
-from rubin_moe.convert.plan import Plan
+from rubin_moe.convert.plan import LinearGroup, Plan
 from rubin_moe.errors import ConvertError
 from rubin_moe.formats.spec import BlockFormat
 from rubin_moe.loader.compressed_tensors import COMPRESSED_MXFP4, COMPRESSED_NVFP4
@@ -32,7 +32,8 @@ def configs(checkpoint: ModelCheckpoint, plan: Plan) -> dict[str, dict[str, Any]
     config = dict(checkpoint.config)
     old_quant = checkpoint.json("hf_quant_config.json")
     section = _section(plan)
-    dialects = {j.dialect for j in plan.modules}
+    groups = (g for s in plan.shards for g in s.groups if isinstance(g, LinearGroup))
+    dialects = {*(j.dialect for j in plan.modules), *(g.target for g in groups)}
     changed = _changed(checkpoint, plan)
     for holder in _holders(config):
         for key in _KEYS:

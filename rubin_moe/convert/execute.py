@@ -84,6 +84,8 @@ def _expert(source: Source, group: ExpertGroup, options: Options, tally: Tally) 
             continue
         assert job.dialect is not None
         parts = expert_parts(converted, name)
+        if group.inputs:
+            parts["input_dec"] = torch.tensor(group.inputs[name])
         if not shape.dec and "dec" in parts and float(parts["dec"]) != 1:
             raise ConvertError(f"{group}.{name}: a global scale {float(parts['dec'])} remains")
         for out, tensor in encode(job.dialect, shape, parts):
@@ -97,6 +99,7 @@ def _convert(
     if job.spec is None:
         dense = source.unquantized(job.module, group.expert, group.entries, job.lie)
         if job.fmt is None:
+            tally.experts += 1
             matrices = {n: _finite_bf16(m, f"{group}.{n}") for n, m in dense.matrices.items()}
             return DenseExpert(matrices, dense.biases)
         weights = quantize_expert(
@@ -106,6 +109,7 @@ def _convert(
     else:
         stored = source.quantized(job.spec, job.module, group.expert, group.entries)
         if job.fmt is None:
+            tally.experts += 1
             return decode_expert(stored)
         weights, report = recode(stored, job.fmt, options)
         tally.folded(report)

@@ -1,6 +1,7 @@
 """What a conversion is asked to do. Standard library only; recorded in what it writes."""
 
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any, Literal, TypeAlias, get_args
 
 from rubin_moe.errors import ConvertError
@@ -35,6 +36,7 @@ class Options:
         force: write what rounds more than a fold or recode allows, and report it.
         linears: convert attention and dense matrices too; default only for ``bf16``.
         activations: what the config says of 4-bit activations without calibrated scales.
+        calibrate: text file that input scales of 16-bit sources come from (`convert.calibrate`).
         exclude: modules left as they are, in the spellings of exclude lists.
         max_shard_bytes: of one output file.
         stacking: of stacked source tensors whose family is not known.
@@ -51,6 +53,7 @@ class Options:
     force: bool = False
     linears: bool | None = None
     activations: Activations = "none"
+    calibrate: str | None = None
     exclude: tuple[str, ...] = ()
     max_shard_bytes: int = 5_000_000_000
     stacking: Stacking | None = None
@@ -60,6 +63,11 @@ class Options:
             value = getattr(self, field)
             if value not in choices and not (field == "fold" and value is None):
                 raise ConvertError(f"{field} {value!r} is unknown; known: {', '.join(choices)}")
+        if self.calibrate is not None and self.target != "nvfp4-ue4m3":
+            raise ConvertError(
+                f"calibrated input scales belong to nvfp4-ue4m3; {self.target} has none (of UE5M3, "
+                "activations are quantized without: activations=dynamic)"
+            )
         if self.max_shard_bytes < 1:
             raise ConvertError(f"max_shard_bytes = {self.max_shard_bytes} is no size")
 
@@ -69,4 +77,7 @@ class Options:
 
     def record(self) -> dict[str, Any]:
         """Plain data for a config or journal."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        told = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        if self.calibrate is not None:
+            told["calibrate"] = PurePath(self.calibrate).name
+        return told

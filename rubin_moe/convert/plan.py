@@ -48,13 +48,17 @@ class ModuleJob:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """One expert; ``entries`` are its tensors and the stacked ones, ``nbytes`` its share."""
+    """One expert; ``entries`` are its tensors and the stacked ones, ``nbytes`` its share.
+
+    ``inputs``: projection -> calibrated input scale, of 16-bit sources.
+    """
 
     job: ModuleJob
     expert: int
     entries: tuple[TensorEntry, ...]
     shapes: dict[str, Shape]
     nbytes: int
+    inputs: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.job.module}.{self.expert}"
@@ -139,6 +143,8 @@ class Plan:
         shards: files in order; modules: what becomes of every experts module.
         converted_linears: modules outside the experts that change.
         rest: quantized modules that are copied -> algorithm, for the config.
+        uncalibrated: module -> experts without an input scale of their own.
+        calibration: digest of what was measured on a text.
         notes: what the reader should know.
     """
 
@@ -148,6 +154,7 @@ class Plan:
     converted_linears: tuple[str, ...]
     rest: dict[str, str]
     uncalibrated: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    calibration: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -169,7 +176,9 @@ class Plan:
         Args:
             source: name, size and modification time of the source's files.
         """
-        told = json.dumps([rubin_moe.__version__, self.options.record(), list(source)])
+        told = json.dumps(
+            [rubin_moe.__version__, self.options.record(), self.calibration, list(source)]
+        )
         digest = sha256(told.encode())
         for shard in self.shards:
             digest.update(shard.name.encode() + shard.header)
@@ -188,7 +197,7 @@ class Plan:
         for shard in self.shards:
             yield f"  {shard.name}: {len(shard.outputs)} tensors, {shard.size:,} bytes"
         for module, experts in self.uncalibrated.items():
-            yield f"  no input scale: {module} experts {list(experts)}"
+            yield f"  no input scale of their own: {module} experts {list(experts)}"
         yield from (f"  note: {n}" for n in self.notes)
 
 

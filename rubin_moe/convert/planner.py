@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 from rubin_moe.convert.linears import Linears
 from rubin_moe.convert.options import Options
@@ -15,27 +16,37 @@ from rubin_moe.loader.dialects import NotFp4
 from rubin_moe.loader.gpt_oss import GPT_OSS
 from rubin_moe.loader.load import ModelCheckpoint
 from rubin_moe.loader.modelopt_stacked import STACKINGS
-from rubin_moe.loader.names import ExpertSlot, parse
+from rubin_moe.loader.names import ExpertSlot, module_layer, parse
 from rubin_moe.loader.patterns import Patterns
 from rubin_moe.loader.summary import LayerSummary, summarize
+
+if TYPE_CHECKING:
+    from rubin_moe.convert.calibrate import Calibration
 
 _PLAIN = Stacking(transposed=False, interleaved=False)
 
 
-def make_plan(checkpoint: ModelCheckpoint, options: Options) -> Plan:
+def make_plan(
+    checkpoint: ModelCheckpoint, options: Options, calibration: "Calibration | None" = None
+) -> Plan:
     """The plan. No tensor is read.
+
+    Args:
+        calibration: where the options ask for one; without it the plan is only to look at.
 
     Raises:
         ConvertError: a direction that does not exist, names that cannot say the target, nothing to
             convert.
         CheckpointError, ConfigError: the source would not load; see `loader.summary`.
     """
-    return _Planner(checkpoint, options).plan()
+    return _Planner(checkpoint, options, calibration).plan()
 
 
 class _Planner:
-    def __init__(self, checkpoint: ModelCheckpoint, options: Options) -> None:
-        self.checkpoint, self.options = checkpoint, options
+    def __init__(
+        self, checkpoint: ModelCheckpoint, options: Options, calibration: "Calibration | None"
+    ) -> None:
+        self.checkpoint, self.options, self.calibration = checkpoint, options, calibration
         self.exclude = Patterns(options.exclude)
         self.notes: list[str] = []
         self.uncalibrated: dict[str, tuple[int, ...]] = {}
@@ -70,6 +81,7 @@ class _Planner:
             converted_linears=tuple(linears.converted),
             rest=linears.rest,
             uncalibrated=self.uncalibrated,
+            calibration="" if self.calibration is None else self.calibration.digest(),
             notes=tuple(self.notes),
         )
 
@@ -86,6 +98,11 @@ class _Planner:
             if layer.faults:
                 raise CheckpointError("\n".join(layer.faults))
             assert layer.spec is not None
+            if self.options.calibrate is not None:
+                raise ConvertError(
+                    f"{module}: is {stored}; only 16-bit experts are calibrated, convert to bf16 "
+                    "first"
+                )
             if layer.uncalibrated:
                 experts = sorted({e for ids in layer.uncalibrated.values() for e in ids})
                 self.uncalibrated[module] = tuple(experts)
@@ -189,13 +206,24 @@ class _Planner:
         for expert in ids:
             entries = (*own.get(expert, ()), *stacked)
             nbytes = share + sum(e.nbytes for e in own.get(expert, ()))
+            shapes = self._shapes(job, expert, entries)
             groups.append(
-                ExpertGroup(job, expert, entries, self._shapes(job, expert, entries), nbytes)
+                ExpertGroup(job, expert, entries, shapes, nbytes, self._inputs(job, expert, shapes))
             )
         if job.stacked is not None:
             outputs = job.stacked.outputs(job.module, job.num_experts, groups[0].shapes)
             return [Bundle(tuple(outputs), tuple(groups))]
         return [Bundle(tuple(_outputs(job, g.shapes)), (g,)) for g in groups]
+
+    def _inputs(self, job: ModuleJob, expert: int, shapes: Mapping[str, Shape]) -> dict[str, float]:
+        if self.calibration is None:
+            return {}
+        layer = self.calibration.layers.get(str(module_layer(job.module)))
+        if layer is None:
+            raise ConvertError(f"{job.module}: calibration saw no experts in this layer")
+        if layer.unseen:
+            self.uncalibrated[job.module] = layer.unseen
+        return {name: layer.scale(expert, name) for name in shapes}
 
     def _shapes(
         self, job: ModuleJob, expert: int, entries: Sequence[TensorEntry]
@@ -214,7 +242,8 @@ class _Planner:
                 n=n,
                 k=k,
                 dec=_has_dec(job, found, self.options),
-                inputs=_has(job, found, "input_dec") and job.fmt is not None,
+                inputs=self.options.calibrate is not None
+                or (_has(job, found, "input_dec") and job.fmt is not None),
                 bias=found["bias"].dtype if "bias" in found else None,
             )
         return shapes

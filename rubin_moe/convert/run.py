@@ -28,9 +28,9 @@ from rubin_moe.convert.verify import verify
 from rubin_moe.errors import ConvertError
 from rubin_moe.loader.load import ModelCheckpoint
 
-Stage: TypeAlias = Literal["convert", "verify"]
+Stage: TypeAlias = Literal["calibrate", "convert", "verify"]
 Report: TypeAlias = Callable[[Stage, int, int], None]
-"""Called with the stage, bytes that were just done, and bytes of the whole stage."""
+"""Called with the stage, bytes (tokens of ``calibrate``) that were just done, and all of them."""
 
 RECORD = "conversion.json"
 _LOCK = "lock"
@@ -74,6 +74,15 @@ def convert(
     with _frozen_heap(), ModelCheckpoint(source) as checkpoint:
         partial = _work_folder(checkpoint.folder, out)
         plan = make_plan(checkpoint, options)
+        if options.calibrate is not None:  # after the plan that tells what cannot be
+            from rubin_moe.convert.calibrate import calibrate
+
+            seen = calibrate(
+                checkpoint.folder,
+                Path(options.calibrate),
+                lambda n, all_: told("calibrate", n, all_),
+            )
+            plan = make_plan(checkpoint, options, seen)
         written = configs(checkpoint, plan)
         if options.target.startswith("nvfp4") and not options.force:
             from rubin_moe.convert.survey import refuse_misfits

@@ -77,7 +77,8 @@ class Tally:
 
     def lines(self) -> list[str]:
         """For people."""
-        found = [f"{self.experts} experts, {self.blocks:,} block scales"]
+        scales = f", {self.blocks:,} block scales" if self.blocks else " decoded"
+        found = [f"{self.experts} experts{scales}"] if self.experts else []
         if self.squared_sum:
             ratio = self.squared_error / self.squared_sum
             found.append(f"noise to signal of the first rows of each: {ratio:.3e}")
@@ -86,7 +87,7 @@ class Tally:
                 f"{self.rerounded:,} scales re-rounded, {self.flushed:,} flushed, "
                 f"{self.saturated:,} saturated, largest relative error {self.max_rel_err:.3g}"
             )
-        elif not self.squared_sum and self.experts:
+        elif self.blocks and not self.squared_sum:
             found.append("lossless")
         for name in self.non_finite[:8]:
             found.append(f"copied with NaN or infinity, as the source has it: {name}")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from rubin_moe.convert.options import Options
 from rubin_moe.convert.run import convert
+from tests.oracles import quant
 
 from .sources import decoded, write_dense
 
@@ -88,6 +89,29 @@ def test_compressed_tensors_decodes_our_nvfp4(tmp_path):
         leaves = {n.removeprefix(path): t for n, t in tensors.items() if n.startswith(path)}
         theirs = NVFP4PackedCompressor.decompress(leaves, scheme)["weight"].double().numpy()
         np.testing.assert_allclose(theirs, values, rtol=2**-7)
+
+
+def test_transformers_decompresses_our_nvfp4_matrices(tmp_path):
+    """Attention projections, every value; experts are left out for the reason above."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    options = Options(
+        "nvfp4-ue4m3", names="compressed-tensors", linears=True, exclude=("*.experts",)
+    )
+    path = convert(KJV / "bf16", tmp_path / "b", options, jobs=1).folder
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    tensors = load_file(path / "model.safetensors")
+    stored = [n.removesuffix(".weight_packed") for n in tensors if n.endswith(".weight_packed")]
+    assert len(stored) == 4 * LAYERS
+    for name in stored:
+        codes, scales, divisor = (
+            tensors[f"{name}.weight_{leaf}"] for leaf in ("packed", "scale", "global_scale")
+        )
+        values = quant.dequantize(codes.numpy(), scales.view(torch.uint8).numpy(), "nvfp4-ue4m3")
+        want = torch.from_numpy(values / divisor.double().numpy()).to(torch.bfloat16)
+        assert torch.equal(model.get_submodule(name).weight, want), name
 
 
 @pytest.mark.parametrize(
