@@ -66,15 +66,28 @@ def cached(key: str, make: Callable[[], Any]) -> Any:
     if folder is None:
         return make()
     path = folder / f"{key}.pickle"
-    with contextlib.suppress(FileNotFoundError):
-        return pickle.loads(path.read_bytes())
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        if hashlib.sha256(data[32:]).digest() == data[:32]:
+            return pickle.loads(data[32:])
     value = make()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as stream:
-        stream.write(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
-    os.replace(stream.name, path)
-    _prune(folder)
+    with contextlib.suppress(OSError):  # a folder that cannot be written only costs time
+        _keep(path, pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+        _prune(folder)
     return value
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Writes a file that appears whole, behind its digest."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(hashlib.sha256(data).digest() + data)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 def _prune(folder: Path) -> None:

@@ -11,6 +11,8 @@ from llvmlite import ir
 from rubin_moe.kernels.cpu import isa, jit
 from rubin_moe.kernels.cpu.ir import I64, Function
 
+PROCESSES = 8
+
 
 def module(value=42):
     m = ir.Module("m")
@@ -54,6 +56,25 @@ def test_a_damaged_file_is_compiled_anew(cache_dir, damage):
     assert build(str(cache_dir.parent)) == 0
 
 
+def test_a_read_only_folder_still_serves_what_it_holds(cache_dir, monkeypatch):
+    build(str(cache_dir.parent))
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(jit.tempfile, "mkstemp", refuse)
+    assert build(str(cache_dir.parent)) == 0
+    jit.Library(module(1), isa.detect())
+    assert len(list(cache_dir.iterdir())) == 1
+
+
+def test_the_cache_of_another_llvm_is_not_read(cache_dir, monkeypatch):
+    build(str(cache_dir.parent))
+    monkeypatch.setattr(jit.binding, "llvm_version_info", (1, 2, 3))
+    assert build(str(cache_dir.parent)) == 1
+    assert len(list(cache_dir.iterdir())) == 2
+
+
 def test_a_folder_that_cannot_be_written_only_costs_time(cache_dir):
     blocked = cache_dir.parents[1] / "file"
     blocked.write_text("not a folder")
@@ -62,8 +83,8 @@ def test_a_folder_that_cannot_be_written_only_costs_time(cache_dir):
 
 
 def test_several_processes_may_start_at_once(cache_dir):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert sum(pool.map(build, [str(cache_dir.parent)] * 3)) >= 1
+    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
+        assert sum(pool.map(build, [str(cache_dir.parent)] * PROCESSES, chunksize=1)) >= 1
     (file,) = cache_dir.iterdir()
     assert stat.S_ISREG(file.stat().st_mode)
     assert build(str(cache_dir.parent)) == 0
