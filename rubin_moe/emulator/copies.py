@@ -30,7 +30,7 @@ from rubin_moe.emulator.issue import (
 )
 from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
 from rubin_moe.emulator.order.layout import GROUPS
-from rubin_moe.emulator.order.operations import Knowledge
+from rubin_moe.emulator.order.operations import Knowledge, Registers
 from rubin_moe.emulator.state.registers import FULL_MASK
 from rubin_moe.emulator.state.shadow import POISON
 
@@ -65,10 +65,7 @@ def bind_bulk_tensor(site: UnitSite, context: LaunchContext) -> Handler:
                 perform = both(perform, move)
             by: Sequence[Knowledge | None] = ()
             if cluster.order is not None:
-                places = op.reads(), op.writes()
-                perform, by = cluster.order.signalling(
-                    warp, site, lane, places, op.signals, perform
-                )
+                perform, by = cluster.order.signalling(warp, site, lane, op, perform)
             complete = partial(signal, cluster, op.signals, by)
             submit(warp, site, ("tma", id(op)), perform, complete)
         return True
@@ -141,10 +138,7 @@ def bind_bulk_copy(site: UnitSite, context: LaunchContext) -> Handler:
             else:
                 by: Sequence[Knowledge | None] = ()
                 if order is not None:
-                    places = op.reads(), op.writes()
-                    perform, by = order.signalling(
-                        warp, site, lane, places, op.signals, perform, atomic=atomic
-                    )
+                    perform, by = order.signalling(warp, site, lane, op, perform, 1, atomic)
                 complete = partial(signal, cluster, op.signals, by)
                 submit(warp, site, ("bulk", id(op)), perform, complete)
         return True
@@ -285,9 +279,9 @@ def bind_async_store(site: UnitSite, context: LaunchContext) -> Handler:
             if cluster.order is not None:
                 start = v[0] & OFFSET
                 place = np.array([[start, start + data.nbytes]], np.int64)
-                places = (), (Footprint("smem", v[0] >> 24, place),)
+                op = Registers(Footprint("smem", v[0] >> 24, place), signals)
                 perform, by = cluster.order.signalling(
-                    warp, site, lane, places, signals, perform, 0, int(bool(reduce))
+                    warp, site, lane, op, perform, 0, int(bool(reduce))
                 )
             complete = partial(signal, cluster, signals, by)
             submit(warp, site, ("st", id(data)), perform, complete)

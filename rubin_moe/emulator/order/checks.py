@@ -57,6 +57,9 @@ from .layout import (
     MBARRIER_FROM,
     MBARRIER_MAP,
     MBARRIER_MAP_WORDS,
+    NOTE_CELLS,
+    NOTE_RANGES,
+    NOTE_WORDS,
     PIPE0,
     PLANES,
     POLLED,
@@ -455,4 +458,21 @@ def note_cells(B, rank, boxes, count, row, mine, write):
             unfenced(B, entry, length, mine, place)
             if not note_words(B, entry, b[TMEM_PLANE], length, row, mine, write, 0, place, 1):
                 return 0
+    return 1
+
+
+@inner
+def note(B, table, count, row, mine, proxy):
+    """All that an operation touches, from a table of ``count`` entries (see ``layout``)."""
+    for i in range(count):
+        entry = wide(table + 8 * NOTE_WORDS * i)
+        kind, start, first, number, write = entry[0], entry[1], entry[2], entry[3], entry[4]
+        if kind == NOTE_CELLS:
+            ok = note_cells(B, start, first, number, row, mine, write)
+        elif kind == NOTE_RANGES:
+            ok = note_ranges(B, start, first, number, row, mine, write, proxy)
+        else:
+            ok = note_bytes(B, start + first, number - first, row, mine, write, proxy)
+        if not ok:
+            return 0
     return 1

@@ -247,11 +247,6 @@ def operation_mbarrier(B, row, address, mine):
     return number
 
 
-def note_ranges(B, base, ranges, count, row, mine, write, proxy):
+def note(B, table, count, row, mine, proxy):
     """See ``checks``."""
-    return checks.note_ranges(B, base, ranges, count, row, mine, write, proxy)
-
-
-def note_cells(B, rank, boxes, count, row, mine, write):
-    """See ``checks``."""
-    return checks.note_cells(B, rank, boxes, count, row, mine, write)
+    return checks.note(B, table, count, row, mine, proxy)

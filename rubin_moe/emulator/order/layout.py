@@ -87,7 +87,7 @@ HOOKS = (
     "barrier_complete", "leave", "registers_used", "cluster_arrive", "cluster_complete",
     "cluster_wait", "fence", "group_commit", "group_wait", "tensor_wait", "load_read",
     "copies_begin", "load_issued", "warpgroup_issued", "operation_arrive", "operation_arrived",
-    "operation_mbarrier", "note_ranges", "note_cells",
+    "operation_mbarrier", "note",
 )  # fmt: skip
 FIRST_HOOK = 64
 BLOCK_FIELDS = FIRST_HOOK + len(HOOKS)
@@ -96,6 +96,11 @@ BLOCK_FIELDS = FIRST_HOOK + len(HOOKS)
 LOG_WORDS = 6
 #: Bit of a log entry's place that says tensor memory: CTA rank in bits 48-55, cell below.
 TENSOR_PLACE = 62
+#: What an operation touches: a table of int64, ``NOTE_WORDS`` an entry: kind, start (host address
+#: that ranges are relative to, or CTA rank for tensor memory), address of the ranges (or the first
+#: byte of a span), their number (or the byte past the last), and whether it is a write.
+NOTE_WORDS = 5
+NOTE_CELLS, NOTE_RANGES, NOTE_SPAN = range(3)
 #: Counters of asynchronous operations of a warp, in ``COUNTS``.
 COUNTERS = 6
 COUNT_COPY, COUNT_TENSOR, COUNT_LOAD, COUNT_STORE, COUNT_BULK, COUNT_WGMMA = range(COUNTERS)

@@ -112,10 +112,14 @@ class ClusterOrder:
         self.address = _address(self.block)
         warps, length = launch.warps, launch.length
         self.rows = self._table(layout.ROWS, (warps, length))
+        #: the same, quicker to index
+        self.flat_rows = self.rows.reshape(-1).data
+        self.length = length
         self._table(layout.FENCED, (warps, length))
         self._table(layout.SEEN, (warps, length))
         self._table(layout.TENSOR_FENCED, (warps, length))
-        self.counts = self._table(layout.COUNTS, (warps, layout.COUNTERS), np.int64)
+        counts = self._table(layout.COUNTS, (warps, layout.COUNTERS), np.int64)
+        self.counts = counts.reshape(-1).data
         self.states = self._table(layout.STATES, (warps,), np.int64)
         self._shadow_memory(cluster)
         self._synchronisation(cluster)
@@ -149,9 +153,14 @@ class ClusterOrder:
         for number, value in fields.items():
             self.block[number] = value
         self.block[layout.FIRST_HOOK :] = launch.hooks.addresses
-        own = int(self.block[layout.WARP0])
+        self.warp0, self.copy0, self.pipe0, self.mbarrier0, self.cta_warps = (
+            fields[number]
+            for number in (
+                layout.WARP0, layout.COPY0, layout.PIPE0, layout.MBARRIER0, layout.CTA_WARPS
+            )
+        )  # fmt: skip
         for warp in range(warps):
-            self.rows[warp, own + warp] = 1
+            self.rows[warp, self.warp0 + warp] = 1
 
     def _table(
         self, number: int, shape: tuple[int, ...], kind: type[np.generic] = np.int32
@@ -183,7 +192,7 @@ class ClusterOrder:
         self.block[layout.MBARRIER_LIMIT] = count
         self._table(layout.MBARRIER_ARRIVED, (count, length))
         self._table(layout.MBARRIER_DONE, (count, length))
-        self.phases = self._table(layout.MBARRIER_PHASE, (count,))
+        self.phases = self._table(layout.MBARRIER_PHASE, (count,)).data
         self._table(layout.MBARRIER_INIT, (count,), np.int64)
         self._table(layout.MBARRIER_PUBLISHED, (count,))
         self._table(layout.MBARRIER_FROM, (count,))
@@ -201,4 +210,4 @@ class ClusterOrder:
 
     def pipe(self, warp: int, kind: int) -> int:
         """Component of a warp's asynchronous work of a kind of PIPES."""
-        return int(self.block[layout.PIPE0]) + kind * self.launch.warps + warp
+        return self.pipe0 + kind * self.launch.warps + warp

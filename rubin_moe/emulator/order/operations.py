@@ -6,13 +6,16 @@ checked when it is performed, under the component of its kind (see ``layout``).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rubin_moe.emulator.isa.bulk_copy import TensorLoad
 from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.lower import RESULT_FAMILIES
 from rubin_moe.emulator.order import layout
@@ -25,6 +28,7 @@ from rubin_moe.emulator.order.layout import (
     COUNT_STORE,
     COUNT_TENSOR,
     COUNT_WGMMA,
+    COUNTERS,
     EVERYTHING,
     LOAD,
     STORE,
@@ -47,15 +51,28 @@ class Row(NamedTuple):
     address: int
 
 
-class Place(NamedTuple):
-    """Ranges (int64) of one memory for the checks, their number, and their address."""
+class Registers(NamedTuple):
+    """A store of registers to shared memory that signals an mbarrier."""
 
-    tensor: bool
-    rank: int
-    base: int
-    ranges: NDArray[np.int64]
-    count: int
+    target: Footprint
+    signals: tuple[tuple[int, int, int], ...]
+
+    def reads(self) -> list[Footprint]:
+        """Nothing: registers are read at issue."""
+        return []
+
+    def writes(self) -> list[Footprint]:
+        """The target."""
+        return [self.target]
+
+
+class Table(NamedTuple):
+    """What an operation touches, as the hook ``note`` takes it, and what has to live as long."""
+
+    entries: array[int]
     address: int
+    length: int
+    kept: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +91,13 @@ def result_ordinals(sites: Iterable[UnitSite]) -> dict[int, int]:
     return {index: number for number, index in enumerate(found)}
 
 
-def _address(array: NDArray[Any]) -> int:
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+def _address(values: NDArray[Any]) -> int:
+    return values.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+def _table(entries: Sequence[Sequence[int]], *kept: object) -> Table:
+    flat = array("q", [value for entry in entries for value in entry])
+    return Table(flat, flat.buffer_info()[0], len(entries), kept)
 
 
 class Operations(ClusterOrder):
@@ -84,11 +106,11 @@ class Operations(ClusterOrder):
     def __init__(self, launch: LaunchOrder, cluster: Cluster) -> None:
         self._ordinals = result_ordinals(cluster.kernel.compiled.sites.values())
         super().__init__(launch, cluster, len(self._ordinals))
-        self._rows: dict[tuple[int, int], tuple[int, Row]] = {}
-        #: by operation and rank: the operation (kept alive), what it reads and writes
-        self._known: dict[int, tuple[object, list[Place], list[Place]]] = {}
+        self._rows: dict[tuple[int, tuple[int, ...]], tuple[int, Row]] = {}
+        #: by operation and rank: the operation (kept alive), what it touches
+        self._known: dict[int, tuple[object, Table]] = {}
         self._arena = cluster.arena.address
-        self._note_cells, self._note_ranges = self.hooks["note_cells"], self.hooks["note_ranges"]
+        self._hook, self._signal = self.hooks["note"], self.hooks["operation_mbarrier"]
         states = [warp.state for warp in cluster.warps]
         self.states[:] = [state.address for state in states]
         for number, state in enumerate(states):
@@ -98,7 +120,7 @@ class Operations(ClusterOrder):
     # ---- what an operation knows
     def number(self, warp: Warp) -> int:
         """Index of a warp in its cluster."""
-        return warp.rank * int(self.block[layout.CTA_WARPS]) + warp.index
+        return warp.cta.rank * self.cta_warps + warp.index
 
     def polled_by(self, warp: Warp) -> tuple[int, int]:
         """Address and instruction of the last strong load of a warp; instruction -1: none."""
@@ -107,20 +129,21 @@ class Operations(ClusterOrder):
 
     def _row(self, warp: int, *in_order: int) -> Row:
         """The warp's row now; its own pipes ``in_order`` know all of themselves."""
-        clock = int(self.rows[warp, int(self.block[layout.WARP0]) + warp])
-        kept = self._rows.get((warp, in_order[0] if in_order else -1))
+        clock = self.flat_rows[warp * self.length + self.warp0 + warp]
+        kept = self._rows.get((warp, in_order))
         if kept is not None and kept[0] == clock:
             return kept[1]
         clocks = self.rows[warp].copy()
         for kind in in_order:
             clocks[self.pipe(warp, kind)] = EVERYTHING
         row = Row(clocks, _address(clocks))
-        self._rows[warp, in_order[0] if in_order else -1] = clock, row
+        self._rows[warp, in_order] = clock, row
         return row
 
     def _next(self, warp: int, counter: int) -> int:
-        clock = int(self.counts[warp, counter]) + 1
-        self.counts[warp, counter] = clock
+        place = COUNTERS * warp + counter
+        clock = self.counts[place] + 1
+        self.counts[place] = clock
         return clock
 
     @staticmethod
@@ -130,40 +153,62 @@ class Operations(ClusterOrder):
         return value - (value >> 63 << 64)  # as int64
 
     # ---- checks
-    def _place(self, space: str, rank: int, ranges: NDArray[np.int64]) -> Place:
-        ranges = np.ascontiguousarray(ranges, np.int64)
-        base = self._arena + (rank << 24) if space == "smem" else 0
-        return Place(space == "tmem", rank, base, ranges, len(ranges), _address(ranges))
+    def _span(self, rank: int, low: int, high: int, write: int) -> list[int]:
+        """An entry: bytes of the shared memory of a CTA."""
+        return [layout.NOTE_SPAN, self._arena + (rank << 24), low, high, write]
 
-    def _places(self, footprints: Sequence[Footprint]) -> list[Place]:
-        return [self._place(place.space, place.rank, place.ranges) for place in footprints]
+    def _entry(self, place: Footprint, write: int, kept: list[object]) -> list[int]:
+        """An entry: a footprint."""
+        ranges = np.ascontiguousarray(place.ranges, np.int64)
+        kept.append(ranges)
+        tail = [_address(ranges), len(ranges), write]
+        if place.space == "tmem":
+            return [layout.NOTE_CELLS, place.rank, *tail]
+        base = self._arena + (place.rank << 24) if place.space == "smem" else 0
+        return [layout.NOTE_RANGES, base, *tail]
 
-    def _touch(
-        self, warp: Warp, places: Sequence[Place], row: int, mine: int, write: int, proxy: int
+    def _table_of(self, reads: Sequence[Footprint], writes: Sequence[Footprint]) -> Table:
+        """A table of footprints."""
+        kept: list[object] = []
+        entries = [self._entry(place, 0, kept) for place in reads]
+        entries += [self._entry(place, 1, kept) for place in writes]
+        return _table(entries, *kept)
+
+    def _note(self, warp: Warp, table: Table, row: Row, mine: int, proxy: int) -> None:
+        """Check what an operation touches."""
+        if not self._hook(self.address, table.address, table.length, row.address, mine, proxy):
+            stop(self, warp)
+
+    def _perform(
+        self, warp: Warp, table: Table, row: Row, mine: int, proxy: int, perform: Perform
     ) -> None:
-        for place in places:
-            if place.tensor:
-                ok = self._note_cells(
-                    self.address, place.rank, place.address, place.count, row, mine, write
-                )
-            else:
-                ok = self._note_ranges(
-                    self.address, place.base, place.address, place.count, row, mine, write, proxy
-                )
-            if not ok:
-                stop(self, warp)
+        if not self._hook(self.address, table.address, table.length, row.address, mine, proxy):
+            stop(self, warp)
+        perform()
 
-    def _of(self, operation: Any) -> tuple[list[Place], list[Place]]:
-        """Reads and writes of an operation that is decoded once for equal operands."""
+    def _of(self, operation: Any) -> Table:
+        """Of an operation that is decoded once for equal operands."""
         held = self._known.get(id(operation) << 4)
         if held is None:
             reads, writes = operation.reads(), operation.writes()
             written = {(place.rank, place.ranges.tobytes()) for place in writes}
             # what it writes is checked against everything; reading it too adds nothing
             reads = [x for x in reads if (x.rank, x.ranges.tobytes()) not in written]
-            held = operation, self._places(reads), self._places(writes)
+            held = operation, self._table_of(reads, writes)
             self._known[id(operation) << 4] = held
-        return held[1], held[2]
+        return held[1]
+
+    def _load_tables(self, op: Any) -> list[Table]:
+        """Of a copy to shared memory: what it reads and writes first, then further writes."""
+        if isinstance(op, TensorLoad) and not op.rows and op.map.inside(op.coordinates):
+            ranges = op.map.box_ranges
+            base = op.map.offset(op.coordinates)
+            entry = [layout.NOTE_RANGES, base, _address(ranges), len(ranges), 0]
+            spans = [self._span(rank, op.offset, op.offset + op.extent, 1) for rank in op.ranks]
+            return [_table([entry, spans[0]], ranges), *(_table([span]) for span in spans[1:])]
+        writes = op.writes()
+        first = self._table_of(op.reads(), writes[:1])
+        return [first, *(self._table_of((), [place]) for place in writes[1:])]
 
     # ---- kinds of operations: each returns what performs (and checks) it
     def tensor(self, warp: Warp, site: UnitSite, lane: int, op: Any, perform: Perform) -> Perform:
@@ -171,19 +216,12 @@ class Operations(ClusterOrder):
         number = self.number(warp)
         clock, row = self._next(number, COUNT_TENSOR), self._row(number, TENSOR)
         mine = self._epoch(site, lane, self.pipe(number, TENSOR), clock)
-        reads, writes = self._of(op)
-
-        def checked() -> None:
-            self._touch(warp, reads, row.address, mine, 0, 1)
-            self._touch(warp, writes, row.address, mine, 1, 1)
-            perform()
-
-        return checked
+        return partial(self._perform, warp, self._of(op), row, mine, 1, perform)
 
     def committed(self, warp: Warp, site: UnitSite) -> Knowledge:
         """What tcgen05.commit hands on: the pipe up to now."""
         number = self.number(warp)
-        clock = int(self.counts[number, COUNT_TENSOR])
+        clock = self.counts[COUNTERS * number + COUNT_TENSOR]
         return Knowledge(self._row(number), self.pipe(number, TENSOR), clock, site.index)
 
     def signalling(
@@ -191,43 +229,36 @@ class Operations(ClusterOrder):
         warp: Warp,
         site: UnitSite,
         lane: int,
-        footprints: tuple[Sequence[Footprint], Sequence[Footprint]],
-        signals: Sequence[tuple[int, int, int]],
+        op: Any,
         perform: Perform,
         proxy: int = 1,
         atomic: int = 0,
     ) -> tuple[Perform, list[Knowledge | None]]:
-        """Copies that signal mbarriers, one signal a write; also what each hands on."""
+        """Copies that signal mbarriers, one signal (``op.signals``) a write; also what each hands
+        on."""  # fmt: skip
         number = self.number(warp)
-        row = self._row(number)
-        numbers = []
-        for rank, offset, _ in signals:
-            component = int(self.block[layout.WARP0]) + number
-            mine = self._epoch(site, lane, component, 0)
+        row, first = self._row(number), self.mbarrier0
+        tables, barriers = self._load_tables(op), []
+        own = self._epoch(site, lane, self.warp0 + number, 0)
+        for rank, offset, _ in op.signals:
             place = self._arena + (rank << 24) + offset
-            found = self.hooks["operation_mbarrier"](self.address, row.address, place, mine)
+            found = self._signal(self.address, row.address, place, own)
             if found == -2:
                 stop(self, warp)
-            numbers.append(found)
-        first = int(self.block[layout.MBARRIER0])
-        reads, writes = self._places(footprints[0]), self._places(footprints[1])
+            self.issuers[found, site.index] = warp.rank, warp.index
+            barriers.append(found)
 
         def checked() -> None:
-            for position, barrier in enumerate(numbers):
-                if barrier < 0:
-                    continue
-                clock = int(self.phases[barrier]) + 1
-                mine = self._epoch(site, lane, first + barrier, clock, atomic)
-                if position == 0:
-                    self._touch(warp, reads, row.address, mine, 0, proxy)
-                touched = writes[position : position + 1]
-                self._touch(warp, touched, row.address, mine, 1, proxy)
+            for barrier, table in zip(barriers, tables, strict=False):
+                if barrier >= 0:
+                    clock = self.phases[barrier] + 1
+                    mine = self._epoch(site, lane, first + barrier, clock, atomic)
+                    self._note(warp, table, row, mine, proxy)
             perform()
 
-        for barrier in numbers:
-            self.issuers[barrier, site.index] = warp.rank, warp.index
-        handed = [Knowledge(row, first + n, 0, site.index) if n >= 0 else None for n in numbers]
-        return checked, handed
+        return checked, [
+            Knowledge(row, first + n, 0, site.index) if n >= 0 else None for n in barriers
+        ]
 
     def grouped(
         self, warp: Warp, site: UnitSite, lane: int, op: Any, perform: Perform, atomic: int
@@ -237,13 +268,12 @@ class Operations(ClusterOrder):
         clock, row = self._next(number, COUNT_BULK), self._row(number)
         source = self._epoch(site, lane, self.pipe(number, BULK_READ), clock)
         target = self._epoch(site, lane, self.pipe(number, BULK_WRITE), clock, atomic)
-        reads = self._places([place for place in op.reads() if place.space == "smem"])
-        writes = self._places(op.writes())
+        reads = self._table_of([place for place in op.reads() if place.space == "smem"], ())
+        writes = self._table_of((), op.writes())
 
         def checked() -> None:
-            self._touch(warp, reads, row.address, source, 0, 1)
-            self._touch(warp, writes, row.address, target, 1, 1)
-            perform()
+            self._note(warp, reads, row, source, 1)
+            self._perform(warp, writes, row, target, 1, perform)
 
         return checked
 
@@ -253,25 +283,19 @@ class Operations(ClusterOrder):
         """cp.async of the lanes of a warp."""
         number = self.number(warp)
         clock, row = self._next(number, COUNT_COPY), self._row(number)
-        component = int(self.block[layout.COPY0]) + number
-        mine = self._epoch(site, 0, component, clock)
-        read = [(c.address, c.address + c.source_size) for c in copies if c.source_size]
-        written = [((c.rank << 24) + c.offset, (c.rank << 24) + c.offset + c.size) for c in copies]
-        reads = [self._place("gmem", 0, np.array(read, np.int64))] if read else []
-        writes = [self._place("smem", 0, np.array(written, np.int64))]
-
-        def checked() -> None:
-            self._touch(warp, reads, row.address, mine, 0, 0)
-            self._touch(warp, writes, row.address, mine, 1, 0)
-            perform()
-
-        return checked
+        mine = self._epoch(site, 0, self.copy0 + number, clock)
+        entries = [
+            [layout.NOTE_SPAN, 0, c.address, c.address + c.source_size, 0]
+            for c in copies if c.source_size
+        ]  # fmt: skip
+        entries += [self._span(c.rank, c.offset, c.offset + c.size, 1) for c in copies]
+        return partial(self._perform, warp, _table(entries), row, mine, 0, perform)
 
     def copied(self, warp: Warp, site: UnitSite) -> Knowledge:
         """What cp.async.mbarrier.arrive hands on: the warp's copies up to now."""
         number = self.number(warp)
-        component = int(self.block[layout.COPY0]) + number
-        clock = int(self.counts[number, COUNT_COPY])
+        component = self.copy0 + number
+        clock = self.counts[COUNTERS * number + COUNT_COPY]
         return Knowledge(self._row(number), component, clock, site.index)
 
     def warpgroup(
@@ -288,13 +312,8 @@ class Operations(ClusterOrder):
         clocks[component] = EVERYTHING
         row = Row(clocks, _address(clocks))
         mine = self._epoch(site, 0, component, clock)
-        reads = self._places(op.reads(warps[0].rank))
-
-        def checked() -> None:
-            self._touch(warps[0], reads, row.address, mine, 0, 1)
-            perform()
-
-        return checked
+        table = self._table_of(op.reads(warps[0].rank), ())
+        return partial(self._perform, warps[0], table, row, mine, 1, perform)
 
     def tensor_access(
         self, warp: Warp, site: UnitSite, op: Any, write: bool, perform: Perform
@@ -306,27 +325,22 @@ class Operations(ClusterOrder):
         if not write:
             self.hooks["load_issued"](self.address, number, self._ordinals[site.index])
         mine = self._epoch(site, 0, self.pipe(number, kind), clock)
-        key = id(op) << 4 | warp.rank
+        key = id(op) << 4 | warp.rank << 1 | int(write)
         held = self._known.get(key)
         if held is None:
-            held = op, self._places([op.footprint(warp.rank)]), []
-            self._known[key] = held
-        places = held[1]
-
-        def checked() -> None:
-            self._touch(warp, places, row.address, mine, int(write), 0)
-            perform()
-
-        return checked
+            places = [op.footprint(warp.rank)]
+            table = self._table_of(() if write else places, places if write else ())
+            self._known[key] = held = op, table
+        return partial(self._perform, warp, held[1], row, mine, 0, perform)
 
     # ---- what a warp does through Python
     def warp_writes(self, warp: Warp, site: UnitSite, places: Sequence[Footprint]) -> None:
         """A write of the warp itself: an address by tcgen05.alloc, columns by dealloc."""
         number = self.number(warp)
-        component = int(self.block[layout.WARP0]) + number
+        component = self.warp0 + number
         mine = self._epoch(site, 0, component, int(self.rows[number, component]))
-        row = int(self.rows[number].ctypes.data)
-        self._touch(warp, self._places(places), row, mine, 1, 0)
+        row = Row(self.rows[number], _address(self.rows[number]))
+        self._note(warp, self._table_of((), places), row, mine, 0)
 
     def event(self, warp: Warp, name: str, *arguments: int) -> None:
         """A wait of the warp is over, or a group committed: the hook of that name."""
