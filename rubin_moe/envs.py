@@ -1,6 +1,7 @@
 """Every RUBIN_MOE_* environment variable: its name, meaning and default. Read on use."""
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 
 from rubin_moe.errors import ConfigError
@@ -17,6 +18,34 @@ VARIABLES = {
     "RUBIN_MOE_CACHE_DIR": "compiled kernels and derived files (default: the user cache folder)",
     "RUBIN_MOE_NUM_THREADS": "threads of the CPU backend (default: torch's own setting)",
 }
+
+
+ELSEWHERE = ("RUBIN_MOE_EMULATOR_CACHE", "RUBIN_MOE_DEMO_MODEL", "RUBIN_MOE_VENV")
+"""Read by the emulator, which imports nothing of this package, and by scripts."""
+
+_VALUES = {
+    "RUBIN_MOE_ACTIVATION_FORMAT": ("16bit", "nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp8", "int8"),
+    "RUBIN_MOE_INPUT_SCALE": ("layer", "expert"),
+    "RUBIN_MOE_FOLD": ("none", "exact", "full"),
+    "RUBIN_MOE_DETERMINISTIC": ("0", "1"),
+}
+
+
+def check() -> None:
+    """Called when a server starts: a misspelt variable would else do nothing, and a wrong value
+    stop the first layer after minutes.
+
+    Raises:
+        ConfigError: names the variable, what is near it, or what it may be.
+    """
+    for name in sorted(n for n in os.environ if n.startswith("RUBIN_MOE_")):
+        if name not in VARIABLES and name not in ELSEWHERE:
+            near = get_close_matches(name, VARIABLES, n=1)
+            hint = f"; {near[0]} is near" if near else f"; known: {', '.join(VARIABLES)}"
+            raise ConfigError(f"{name}: there is no such variable{hint}")
+    for name, values in _VALUES.items():
+        if text(name) not in ("", *values):
+            raise ConfigError(f"{name}={text(name)!r}: expected {', '.join(values)}")
 
 
 def text(name: str, default: str = "") -> str:

@@ -7,24 +7,13 @@ key are refused.
 """
 
 from rubin_moe.formats.spec import NVFP4_UE5M3
-from rubin_moe.loader.dialect import FLOAT_DTYPES, Dialect, Ignored, Reading
+from rubin_moe.loader import modelopt
+from rubin_moe.loader.dialect import Dialect, Ignored, Reading
 
 
 def read(leaf: str) -> Reading | Ignored | None:
-    """What the UE5M3 form means by a leaf name."""
-    match leaf:
-        case "weight":
-            return Reading("qdata", ("U8",))
-        case "weight_scale":
-            return Reading("sf", ("U8",))
-        case "weight_scale_2":
-            return Reading("dec", ("F32",))
-        case "input_scale":
-            return Reading("input_dec", ("F32",))
-        case "bias":
-            return Reading("bias", FLOAT_DTYPES)
-        case _:
-            return None
+    """ModelOpt's leaves; only the block scales are another type's codes."""
+    return Reading("sf", ("U8",)) if leaf == "weight_scale" else modelopt.read(leaf)
 
 
 RUBIN_UE5M3 = Dialect("rubin-ue5m3", NVFP4_UE5M3, read, needs_dec=False)

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
+from rubin_moe import envs
 from rubin_moe.adapters.vllm import compat
 from rubin_moe.adapters.vllm.linear import DecodingLinearMethod
 from rubin_moe.adapters.vllm.loading import parameter_name
@@ -62,7 +63,9 @@ class RubinMoeConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "RubinMoeConfig":
-        """From a ``quantization_config`` of any producer. Raises ConfigError if it is malformed."""
+        """From a ``quantization_config`` of any producer. Raises ConfigError if it is malformed, or
+        an environment variable is."""
+        envs.check()
         QuantConfig.parse(config)
         return cls(config)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rubin_moe.errors import CheckpointError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.loader.assemble import ExpertAssembler
-from rubin_moe.loader.dialect import Ignored, Reading
+from rubin_moe.loader.dialect import LEAVES, Ignored, Reading
 from rubin_moe.loader.names import ExpertSlot, Projection, parse_slot
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.loader.spec import ExpertsSpec, InputScales
@@ -25,21 +25,6 @@ STACKED = "stacked_"
 """Prefix of parameters that take a tensor of all experts, whole, as the checkpoint has it."""
 
 _SHARDS: dict[str, Projection] = {"w1": "gate", "w3": "up", "w2": "down"}
-_LEAVES = (
-    "weight",
-    "weight_scale",
-    "weight_scale_2",
-    "input_scale",
-    "bias",
-    "weight_packed",
-    "weight_global_scale",
-    "input_global_scale",
-    "weight_shape",
-    "scale",
-    "blocks",
-    "scales",
-)
-"""Every leaf of any dialect; a layer has parameters for those that its dialect reads."""
 
 
 def parameter_name(slot: ExpertSlot) -> str:
@@ -81,7 +66,7 @@ class LayerLoading:
     def register(self, layer: torch.nn.Module) -> None:
         """Give ``layer`` its tallies, and take over its own ``load_weights``."""
         gate_up = "gate_up" if self._spec.gated else "up"
-        for leaf in _LEAVES:
+        for leaf in LEAVES:
             if self._spec.dialect.read(leaf) is None:
                 continue
             for projection, halves in ((gate_up, len(self._spec.projections) - 1), ("down", 1)):
