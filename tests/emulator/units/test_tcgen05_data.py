@@ -244,7 +244,7 @@ def test_allocation() -> None:
 
 def test_more_than_512_columns_are_exclusive() -> None:
     memory = TensorMemory("sm_107a")
-    with pytest.raises(IllegalOperationError, match="544 columns without .exclusive"):
+    with pytest.raises(IllegalOperationError, match=r"544 columns without \.exclusive"):
         memory.allocate(544)
     assert memory.allocate(544, exclusive=True) == 0
 
