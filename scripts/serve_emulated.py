@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rubin_moe.adapters.vllm.server import Server, running
+from rubin_moe.adapters.vllm.server import Server, ServerError, running
 from rubin_moe.loader.load import ModelCheckpoint
 from rubin_moe.provenance import provenance, write_result
 
@@ -61,10 +61,14 @@ def serve(model: Path, backend: str, num_tokens: int) -> Served:
     os.environ["RUBIN_MOE_BACKEND"] = backend
     os.environ["RUBIN_MOE_ACTIVATION_FORMAT"] = activation_format(model)
     with running(model, OPTIONS) as server:
-        _ids(server, PROMPTS[0], 1)  # compiling happens once
-        begin = time.perf_counter()
-        tokens = [_ids(server, prompt, num_tokens) for prompt in PROMPTS]
-        seconds = time.perf_counter() - begin
+        try:
+            _ids(server, PROMPTS[0], 1)  # compiling happens once
+            begin = time.perf_counter()
+            tokens = [_ids(server, prompt, num_tokens) for prompt in PROMPTS]
+            seconds = time.perf_counter() - begin
+        except ServerError:
+            typer.echo(server.tail(), err=True)
+            raise
         return Served(tokens, seconds, server.start_seconds, server.backend_report())
 
 

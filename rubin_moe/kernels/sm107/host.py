@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rubin_moe.errors import FormatError
-from rubin_moe.formats.experts import ExpertWeights
+from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import FORMATS, NVFP4_UE4M3, BlockFormat
 from rubin_moe.kernels import input_scales
 from rubin_moe.kernels.activation import Activation
@@ -60,10 +60,17 @@ class Sm107Experts:
 
 
 class Sm107Kernel:
-    """``ExpertsKernel`` for one layer."""
+    """``ExpertsKernel`` for one layer; it computes on ``device``, wherever weights come from."""
 
-    def __init__(self, problem: MoEProblem, launch: Launcher, num_ctas: int) -> None:
+    def __init__(
+        self,
+        problem: MoEProblem,
+        launch: Launcher,
+        num_ctas: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.problem = problem
+        self.device = torch.device(device)
         self.act_fmt: BlockFormat = FORMATS[problem.activation_format]
         self.fmt = problem.activation_format
         self.operands = plans.OPERANDS[self.fmt]
@@ -80,27 +87,39 @@ class Sm107Kernel:
             raise FormatError(
                 f"{weights.name}: {weights.fmt} weights for {self.problem.weight_format}"
             )
-        first, second = self._input_scales(weights)
-        w13, w2, tiles = weights.w13, weights.w2, Sm107Tiles(weights.fmt)
-        tiles13 = tiles.pack(ROWS.pack(w13.qdata), ROWS.pack(w13.sf))
-        tiles2 = tiles.pack(w2.qdata, w2.sf)
+        first, second = (scale.to(self.device) for scale in self._input_scales(weights))
+        dec13, dec2 = (w.dec.to(self.device).double() for w in (weights.w13, weights.w2))
+        w13, w2 = self._tiles(weights.w13, gated=True), self._tiles(weights.w2, gated=False)
         return Sm107Experts(
-            w13=tiles13,
-            w2=tiles2,
-            alpha13=(w13.dec.double() * first.double()).float(),
-            alpha2=(w2.dec[:, 0].double() * second.double()).float(),
-            bias13=_bias(w13.bias, tiles13, gated=True),
-            bias2=_bias(w2.bias, tiles2, gated=False),
-            activation=_activation(self.problem.activation, w2.qdata.device),
+            w13=w13,
+            w2=w2,
+            alpha13=(dec13 * first.double()).float(),
+            alpha2=(dec2[:, 0] * second.double()).float(),
+            bias13=_bias(weights.w13.bias, w13, gated=True),
+            bias2=_bias(weights.w2.bias, w2, gated=False),
+            activation=_activation(self.problem.activation, self.device),
             norm=second,
             input_dec=first,
         )
+
+    def _tiles(self, w: ProjectionWeights, gated: bool) -> Tensor:
+        """One expert at a time, so that no copy of the layer lies beside the result."""
+        layout = Sm107Tiles(self.problem.weight_format)
+        experts, rows, half_k = w.qdata.shape
+        rows = 2 * ROWS.padded_half(rows // 2) if gated else rows
+        shape = layout.storage_shape((experts, rows, 2 * half_k))
+        out = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        for expert in range(experts):
+            one = [t[expert : expert + 1].to(self.device) for t in (w.qdata, w.sf)]
+            codes, sf = (ROWS.pack(t) for t in one) if gated else one
+            out[expert : expert + 1] = layout.pack(codes, sf)
+        return out
 
     def _input_scales(self, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
         """float32 ``[1]`` for FC1, one for all experts since a token is quantized once, and
         ``[E]`` for FC2."""
         if self.act_fmt != NVFP4_UE4M3:
-            ones = torch.ones(weights.num_experts, device=weights.w13.qdata.device)
+            ones = torch.ones_like(weights.w2.dec[:, 0])
             return ones[:1].clone(), ones
         first = input_scales.of_layer(weights, self.problem)
         return first, input_scales.of_experts(weights, "w2")
@@ -256,7 +275,8 @@ def make_work(
 def _bias(bias: Tensor | None, tiles: Tensor, gated: bool) -> Tensor:
     """float32 ``[E, rows]`` in the order of the tiles' rows, zeros in the padding."""
     experts, row_tiles = tiles.shape[:2]
-    out = torch.zeros(experts, plans.TILE_M * row_tiles, device=tiles.device)
+    shape = (experts, plans.TILE_M * row_tiles)
+    out = torch.zeros(shape, dtype=torch.float32, device=tiles.device)
     if bias is not None:
         rows = BIAS.pack(bias) if gated else bias
         out[:, : rows.shape[1]] = rows
@@ -268,7 +288,7 @@ def _activation(activation: Activation, device: torch.device) -> Tensor:
     limit = torch.inf if activation.limit is None else activation.limit
     silu = activation.kind == "silu"
     slope, beta = (1.0, 0.0) if silu else (activation.alpha, activation.beta)
-    return torch.tensor([limit, slope, beta], device=device)
+    return torch.tensor([limit, slope, beta], dtype=torch.float32, device=device)
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -280,6 +300,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def build(problem: MoEProblem) -> Sm107Kernel:
-    """The kernel object of one layer on this machine's GPU."""
-    count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return Sm107Kernel(problem, launcher("driver"), count)
+    """The kernel object of one layer on this machine's current GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Sm107Kernel(problem, launcher("driver"), count, device)

@@ -1,4 +1,4 @@
-"""Random layers and activations for the sm_107a kernels, on the format grid."""
+"""Random layers and activations for the sm_107a kernels, on the format grid; where they run."""
 
 from dataclasses import dataclass, replace
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rubin_moe.emulation import EmulatorLauncher
 from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.formats.spec import FORMATS
 from tests.oracles import moe, problems, quant
@@ -13,6 +14,11 @@ from tests.oracles import moe, problems, quant
 ACT = {"nvfp4-ue4m3": "nvfp4-ue4m3", "nvfp4-ue5m3": "nvfp4-ue5m3", "mxfp4": "mxfp8"}
 """Weight format -> activation format."""
 INPUT_DEC = {"nvfp4-ue4m3": (0.02, 0.05), "nvfp4-ue5m3": (1.0, 1.0), "mxfp8": (1.0, 1.0)}
+
+
+def emulator(seed: int | None = None) -> EmulatorLauncher:
+    """Every launch of these tests ends where it breaks a rule of the hardware."""
+    return EmulatorLauncher(seed, keep_reports=True, rules="enforce")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from rubin_moe.emulation import EmulatorLauncher
 from rubin_moe.formats.quantize import quantize
 from rubin_moe.formats.spec import FORMATS
 from rubin_moe.kernels.activation import Activation
@@ -15,7 +14,7 @@ from rubin_moe.kernels.sm107.plan import TILES_N, plan_gemm
 from rubin_moe.layers.experts import problem_of
 from tests.oracles import moe, quant, tolerance
 
-from .layers import Case
+from .layers import Case, emulator
 
 SAMPLE = [
     Case("nvfp4-ue4m3", 7, 4, 256, 256),
@@ -40,7 +39,7 @@ def kernel(case: Case, seed: int | None = None, deterministic: bool = True) -> S
         activation_format=case.act,
         deterministic=deterministic,
     )
-    return Sm107Kernel(problem, EmulatorLauncher(seed, keep_reports=True), num_ctas=4)
+    return Sm107Kernel(problem, emulator(seed), num_ctas=4)
 
 
 def run(case: Case, seed: int | None = None, deterministic: bool = True) -> np.ndarray:

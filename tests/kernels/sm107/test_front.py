@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rubin_moe.emulation import EmulatorLauncher
 from rubin_moe.kernels.sm107.compiled import route_kernel
 from rubin_moe.kernels.sm107.host import make_work
 from rubin_moe.kernels.sm107.rules import MAX_EXPERTS, MAX_TOP_K
 from rubin_moe.kernels.sm107.work import Work
 from tests.oracles import problems
 
+from .layers import emulator
 from .routing import reference_work
 
-LAUNCHER = EmulatorLauncher()
+LAUNCHER = emulator()
 
 
 def assert_equal(got: Work, want: Work) -> None:
@@ -116,5 +116,5 @@ def test_nothing_past_the_work_is_written():
 def test_every_schedule_gives_the_same_work(seed):
     ids = torch.randint(-1, 60, (150, 5), generator=torch.Generator().manual_seed(seed))
     weights = weights_for(ids)
-    got = make_work(EmulatorLauncher(seed), ids, weights, 60, 32)
+    got = make_work(emulator(seed), ids, weights, 60, 32)
     assert_equal(got, reference_work(ids, weights, 60, 32))

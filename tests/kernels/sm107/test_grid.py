@@ -2,9 +2,8 @@
 
 import pytest
 
-from rubin_moe.emulation import EmulatorLauncher
-
 from .grid import GridCase, GridProblem, cases
+from .layers import emulator
 
 SAMPLE = [
     GridCase("nvfp4-ue4m3", 23, 9, "some_empty", 352, 352),
@@ -20,7 +19,7 @@ SAMPLE = [
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_accumulators_are_exact_and_codes_follow(case):
     problem = GridProblem(case)
-    out = problem.run(EmulatorLauncher())
+    out = problem.run(emulator())
     equal, accumulators = problem.accumulators_equal(out)
     assert equal == accumulators
     codes = problem.compare_codes(out)
@@ -38,7 +37,7 @@ SCHEDULED = [(GridCase("nvfp4-ue4m3", 23, 4, "random", 256, 96), seed) for seed 
 @pytest.mark.parametrize(("case", "seed"), SCHEDULED, ids=str)
 def test_every_schedule_gives_the_same_bytes(case, seed):
     problem = GridProblem(case)
-    assert problem.run(EmulatorLauncher(seed)).equal(problem.run(EmulatorLauncher()))
+    assert problem.run(emulator(seed)).equal(problem.run(emulator()))
 
 
 def test_the_sample_is_of_the_grid():
@@ -49,7 +48,7 @@ def test_a_changed_weight_is_seen():
     """The comparisons can fail: one code of the first expert's gate changes its sign."""
     problem = GridProblem(GridCase("nvfp4-ue4m3", 64, 1, "all", 256, 256))
     problem.w13[0].qdata[3, 5] ^= 8
-    out = problem.run(EmulatorLauncher())
+    out = problem.run(emulator())
     equal, accumulators = problem.accumulators_equal(out)
     assert 0 < accumulators - equal <= 64
     assert not problem.compare_codes(out).passed

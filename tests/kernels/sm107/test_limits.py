@@ -56,6 +56,26 @@ def test_no_tokens_and_no_experts(deterministic):
     assert not k.run(prepared, x, torch.full_like(ids, -1), weights).any()
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp4"])
+def test_a_servers_default_dtype_and_device_are_not_for_these(fmt):
+    """vLLM sets both while it loads; a kernel reads float32 at an address whatever is there."""
+    case = Case(fmt, 3, 4, 64, 32)
+    k, weights, batch = kernel(case), case.weights(), case.batch()
+    expected = k.prepare(weights).tensors()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            prepared = k.prepare(weights)
+            got = k.run(prepared, *batch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in expected.items():
+        assert tensor.dtype in (torch.uint8, torch.float32)
+        assert prepared.tensors()[name].dtype == tensor.dtype
+        assert torch.equal(prepared.tensors()[name], tensor), name
+    assert torch.equal(got, k.run(k.prepare(weights), *batch))
+
+
 def unequal(case: Case) -> ExpertWeights:
     """Input scales of the experts up to twice the smallest."""
     weights = case.weights()
