@@ -85,13 +85,13 @@ def main(
     backends: Annotated[str, typer.Option(help="comma-separated")] = "sm90,triton",
     tokens: Annotated[str, typer.Option(help="comma-separated")] = ",".join(map(str, TOKENS)),
 ) -> None:
-    """Measures every shape with every backend and writes the report."""
-    rows = []
+    """Measures every shape with every backend; the report grows with each."""
+    rows: list[dict[str, Any]] = []
     for name, shape in SHAPES.items():
         for backend in backends.split(","):
             rows += measure(name, shape, backend, [int(m) for m in tokens.split(",")])
             torch.cuda.empty_cache()
-    write_result(report, provenance(("torch", "triton"), "cuda"), rows)
+            write_result(report, provenance(("torch", "triton"), "cuda"), rows)
 
 
 if __name__ == "__main__":
