@@ -57,7 +57,7 @@ T
 pip install --no-deps "$work/stub"
 
 echo "env: rubin-moe and the test tools" >&2
-pip install -c "$work/constraints.txt" -e '.[cpu,cute,emulator,dev]'
+pip install -c "$work/constraints.txt" -e '.[cpu,cute,triton,emulator,dev]'
 # Only their kernels' sources are used, as a conformance suite for the emulator.
 pip install --no-deps flashinfer-python==0.7.4 nvidia-cuda-nvcc==13.5.37 nvidia-ml-py
 echo "$want" > "$stamp"
