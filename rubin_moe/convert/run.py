@@ -71,6 +71,8 @@ def convert(
     """
     told: Report = report or (lambda stage, done, total: None)
     out = Path(out)
+    if jobs is not None and jobs < 1:
+        raise ConvertError(f"jobs = {jobs} is no number of processes")
     with _frozen_heap(), ModelCheckpoint(source) as checkpoint:
         partial = _work_folder(checkpoint.folder, out)
         plan = make_plan(checkpoint, options)
@@ -199,8 +201,6 @@ def _check_space(plan: Plan, files: Path, todo: list[int]) -> None:
 
 def _jobs(asked: int | None, plan: Plan) -> int:
     if asked is not None:
-        if asked < 1:
-            raise ConvertError(f"jobs = {asked} is no number of processes")
         return asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(cores or 1, plan.source_bytes // WORKER_BYTES))

@@ -196,6 +196,9 @@ def test_an_output_is_never_written_over_nor_inside_the_source(source, tmp_path)
         convert(source, tmp_path / "b", Options("nvfp4-ue4m3"), jobs=1)
     with pytest.raises(ConvertError, match="within the source"):
         convert(source, source / "b", Options("nvfp4-ue4m3"), jobs=1)
+    with pytest.raises(ConvertError, match="jobs = 0"):
+        convert(source, tmp_path / "c", Options("nvfp4-ue4m3"), jobs=0)
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
 def test_workers_give_the_bytes_of_one_process(source, tmp_path):
