@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rubin_moe.emulator.isa.handoff import UnitSite
+from rubin_moe.emulator.isa.shadow_ops import NOWHERE, REDUCED
 from rubin_moe.emulator.issue import taints
 from rubin_moe.emulator.machine import Cluster, Warp
 from rubin_moe.emulator.native.blocks import (
@@ -26,7 +27,7 @@ from rubin_moe.emulator.state.memory import RANK_SHIFT
 from rubin_moe.emulator.state.registers import FULL_MASK
 from rubin_moe.emulator.taint import GUARD
 
-#: An operation on shadow memory: the offset of poison that it would store, or -1.
+#: An operation on shadow memory: the offset of poison that it would store, NOWHERE or REDUCED.
 Move = Callable[[Any, Any, Any], int]
 _USES = {
     POISON_ADDRESS: "is an address",
@@ -76,7 +77,10 @@ def _found(
     instructions = warp.cta.cluster.kernel.compiled.instructions
     info = instructions[site]
     name = info.guard if operand == GUARD else info.operands[operand]
-    sentence = f"{name} {_USES.get(fault, 'is an operand')} and is not defined: "
+    use = _USES.get(fault, "is an operand")
+    if fault == POISON_STORE and name.startswith("["):
+        use = "is what an atomic operation changes"
+    sentence = f"{name} {use} and is not defined: "
     if origin == FULL_MASK:
         sentence += "it comes from a register that nothing wrote"
     else:
@@ -101,8 +105,10 @@ def store(move: Move, op: Any, warp: Warp, site: UnitSite) -> None:
     cluster = warp.cta.cluster
     assert cluster.shadow is not None
     where = move(op, cluster.shadow, cluster.context.memory)
-    if where >= 0:
+    if where != NOWHERE:
         sentence = f"it stores shared byte {where:#x}, which nothing wrote or poison did"
+        if where == REDUCED:
+            sentence = "it reduces into global memory that nothing wrote"
         warp.found(FAULT_RULES[POISON_STORE], sentence, site.line, site.opcode)
 
 

@@ -454,11 +454,17 @@ class CheckedEmitter(Emitter):
         space: str,
         values: Sequence[Operand],
     ) -> None:
-        """An atomic operation: the old value taints the result, the new value memory."""
+        """An atomic operation: the old value taints the result, the new value memory.
+
+        What is added to in global memory must be defined.
+        """
         for value in values:
             self._require_outside(value, self.lanes(value), address, mask, space)
         lanes = self.any_of(self.lanes(value) for value in values)
         held = self.poison_at(address, mask, size, space)
+        if "exch" not in self.ins.parts:
+            where = self.ins.operands[int(self.lowered.families[self.index].name == "atomic")]
+            self._require_outside(where, held, address, mask, space)
         if "exch" in self.ins.parts:
             self.mark(address, mask, size, space, lanes)
         elif lanes is not None:

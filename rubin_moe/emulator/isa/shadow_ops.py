@@ -18,6 +18,8 @@ from .tcgen05_data import WarpAccess
 from .tcgen05_mma_decode import Tcgen05Mma, d_blocks
 from .wgmma import Wgmma
 
+#: No poison is stored; poison in global memory is reduced into.
+NOWHERE, REDUCED = -1, -2
 _ALL = np.uint32(0xFFFFFFFF)
 _LANES = np.arange(32, dtype=np.uint32)
 _NO_FILL = np.zeros(16, np.uint8)
@@ -68,13 +70,13 @@ def load_tensor(op: TensorLoad, shadow: Shadow, memory: GlobalShadow) -> None:
 
 
 def store_tensor(op: TensorStore, shadow: Shadow, memory: GlobalShadow) -> int:
-    """A TMA store: the offset in shared memory of poison that it stores, or -1."""
+    """A TMA store: the offset in shared memory of poison that it stores, NOWHERE or REDUCED."""
     clip = clip_box(op.map, op.coordinates, op.rows)
     if clip is None:
-        return -1
+        return NOWHERE
     smem = shadow.smem(op.rank)
     pitch, chunks, _, mask = op.map.shared_layout
-    where = -1
+    where = NOWHERE
     if smem[op.offset : op.offset + op.extent].any():
         where = int(
             poison_kernels.find_stored(
@@ -82,20 +84,25 @@ def store_tensor(op: TensorStore, shadow: Shadow, memory: GlobalShadow) -> int:
             )
         )
     target = memory.shadow(clip.address, clip.span)
-    if target is not None and not op.reduction:
+    if target is not None:
         for offset in clip.offsets[clip.valid].tolist():
-            target[offset + clip.first : offset + clip.last] = 0
+            cells = target[offset + clip.first : offset + clip.last]
+            if not op.reduction:
+                cells[:] = 0
+            elif where == NOWHERE and cells.any():
+                where = REDUCED
     return where
 
 
 def copy_bulk(op: BulkCopy, shadow: Shadow, memory: GlobalShadow) -> int:
-    """A bulk copy or reduction: the offset of poison that goes to global memory, or -1."""
+    """A bulk copy or reduction: the offset of poison that goes to global memory, NOWHERE or
+    REDUCED."""
     if op.source[0] == "gmem":
         source = memory.shadow(op.source[1], op.nbytes)
     else:
         _, rank, offset = op.source
         source = shadow.smem(rank)[offset : offset + op.nbytes]
-    where = -1
+    where = NOWHERE
     for target in op.targets:
         if target[0] == "gmem":
             if source is not None and source.any():
@@ -103,6 +110,8 @@ def copy_bulk(op: BulkCopy, shadow: Shadow, memory: GlobalShadow) -> int:
             cells = memory.shadow(target[1], op.nbytes)
             if cells is not None and not op.reduction:
                 cells[:] = 0
+            elif cells is not None and where == NOWHERE and cells.any():
+                where = REDUCED
             continue
         cells = shadow.smem(target[1])[target[2] : target[2] + op.nbytes]
         if op.reduction:

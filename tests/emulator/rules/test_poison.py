@@ -327,6 +327,27 @@ def test_global_memory_is_defined_unless_the_host_says_otherwise() -> None:
     assert device.undefined(a) == 0
 
 
+REDUCE = f"{WRITE} fence.proxy.async; bar.warp.sync -1; setp.eq.u32 %p1, %i0, 0; @%p1 "
+REDUCE += "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%addr1], [%r20], 128; "
+REDUCE += "@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;"
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["red.global.add.u32 [%addr1], %r30;", "atom.global.add.u32 %r6, [%addr1], %r30;", REDUCE],
+)
+def test_a_sum_needs_a_start(body: str) -> None:
+    storage = np.ones(128, np.uint32)
+    a = storage[-storage.ctypes.data % 128 // 4 :][:64]
+    kernel, device = load_ptx(module(HEAD + body, ".param .u64 a"), checked=True), Device("sm_107a")
+    device.register(a)
+    device.launch(kernel, 1, 32, [a], rules="enforce")
+    device.mark_undefined(a[20:])
+    with pytest.raises(EmulationError) as error:
+        device.launch(kernel, 1, 32, [a], rules="enforce")
+    assert error.value.rule == STORE
+
+
 def test_undefined_global_memory_stays_so_through_copies() -> None:
     a = np.ones(64, np.uint32)
     body = f"cp.async.ca.shared.global [%r21], [%addr1+128], 4; cp.async.wait_all; {LOAD} {OUT}"
