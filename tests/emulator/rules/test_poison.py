@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rubin_moe.emulator import Device, EmulationError, load_ptx
+import rubin_moe.emulator.compile as compile_
+from rubin_moe.emulator import Device, EmulationError, LaunchError, load_ptx
+from rubin_moe.emulator.native.compiler import compile_object
 from tests.emulator.engine.harness import module, run
 
 ADDRESS, BRANCH = "poison: address", "poison: branch"
@@ -356,3 +358,21 @@ def test_undefined_global_memory_stays_so_through_copies() -> None:
     device.mark_undefined(a[40:41])
     with pytest.raises(EmulationError, match="lane 8"):
         device.launch(kernel, 1, 32, [a], rules="enforce")
+
+
+def test_the_plain_form_has_nothing_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    def compiled(text: str, opt: int) -> bytes:
+        texts.append(text)
+        return compile_object(text, opt)
+
+    monkeypatch.setenv("RUBIN_MOE_EMULATOR_CACHE", "")
+    monkeypatch.setattr(compile_, "compile_object", compiled)
+    body = module(HEAD + f"{WRITE} {LOAD} {OUT}", ".param .u64 a")
+    plain, _ = load_ptx(body), load_ptx(body, checked=True)
+    traces = "emu.poison", "emu.define", "emu.taint", "emu.global_", "emu.order"
+    assert not [name for name in traces if name in texts[0]]
+    assert [name for name in traces if name in texts[1]]
+    with pytest.raises(LaunchError, match="checked=True"):
+        Device("sm_107a").launch(plain, 1, 32, [np.ones(64, np.uint32)], rules="enforce")
