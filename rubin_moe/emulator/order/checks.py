@@ -57,6 +57,7 @@ from .layout import (
     MBARRIER_FROM,
     MBARRIER_MAP,
     MBARRIER_MAP_WORDS,
+    MIXED_SHIFT,
     NOTE_CELLS,
     NOTE_RANGES,
     NOTE_WORDS,
@@ -140,7 +141,8 @@ def conflict(B, row, mine, other, code, proxy, place):
         return log(B, code, mine, other, place)
     if (mine ^ other) >> COMPONENT_SHIFT == 0:
         lane, before = (mine >> LANE_SHIFT) & LANE_MASK, (other >> LANE_SHIFT) & LANE_MASK
-        if lane != before and component < wide(B)[COPY0]:
+        one_lane = ((mine | other) >> MIXED_SHIFT) & 1 == 0
+        if lane != before and one_lane and component < wide(B)[COPY0]:
             if (mine >> ATOMIC_SHIFT) & (other >> ATOMIC_SHIFT) & 1:
                 return 1
             return log(B, LANES, mine, other, place)
@@ -151,6 +153,18 @@ def conflict(B, row, mine, other, code, proxy, place):
         copied = component >= wide(B)[GENERIC] >> 1
         return log(B, PROXY_COPY if copied else PROXY, mine, other, place)
     return 1
+
+
+@inner
+def merged(mine, held):
+    """One epoch for two accesses of a warp at the same clock, to bytes of one word."""
+    rest = held & (WHOLE_WORD << MASK_SHIFT) & ~mine
+    if rest == 0:
+        return mine
+    mixed = (held >> MIXED_SHIFT) & 1
+    if ((held ^ mine) >> LANE_SHIFT) & LANE_MASK:
+        mixed = 1
+    return mine | rest | mixed << MIXED_SHIFT
 
 
 @inner
@@ -169,8 +183,11 @@ def note_read(B, entry, plane, row, mine, proxy, place):
             return 1
         covered = (held >> MASK_SHIFT) & WHOLE_WORD & ~mask == 0
         if (held ^ mine) >> COMPONENT_SHIFT == 0:
-            if covered or (held ^ mine) & SITE_MASK == 0:
-                slot[0] = mine | (held & (WHOLE_WORD << MASK_SHIFT))
+            if covered:
+                slot[0] = mine
+                return 1
+            if (held ^ mine) & SITE_MASK == 0:
+                slot[0] = merged(mine, held)
                 return 1
         elif covered:
             component = (held >> COMPONENT_SHIFT) & COMPONENT_MASK
@@ -200,9 +217,7 @@ def note_write(B, entry, plane, row, mine, proxy, place):
             return 0
         if whole:
             reads[0] = 0
-    if (other ^ mine) >> COMPONENT_SHIFT == 0:
-        mine |= other & (WHOLE_WORD << MASK_SHIFT)
-    slot[0] = mine
+    slot[0] = merged(mine, other) if (other ^ mine) >> COMPONENT_SHIFT == 0 else mine
     return 1
 
 

@@ -11,7 +11,7 @@ components that access memory through the generic proxy, the clocks that a proxy
 (A). Joining two rows is their elementwise maximum.
 
 **Epochs.** An access is a 64-bit number, 0 for none: site, lane, bytes of the word touched, whether
-it was atomic, component, clock.
+it was atomic, whether its bytes are of several lanes, component, clock.
 
 The order block is an array of int64, one a cluster; its fields are numbered below.
 """
@@ -19,8 +19,10 @@ The order block is an array of int64, one a cluster; its fields are numbered bel
 from __future__ import annotations
 
 # epochs
-LANE_SHIFT, MASK_SHIFT, ATOMIC_SHIFT, COMPONENT_SHIFT, CLOCK_SHIFT = 16, 21, 25, 26, 42
-SITE_MASK, LANE_MASK, COMPONENT_MASK, CLOCK_MASK = 0xFFFF, 31, 0xFFFF, 0x3FFFFF
+LANE_SHIFT, MASK_SHIFT, ATOMIC_SHIFT, MIXED_SHIFT, COMPONENT_SHIFT, CLOCK_SHIFT = (
+    16, 21, 25, 26, 27, 42,
+)  # fmt: skip
+SITE_MASK, LANE_MASK, COMPONENT_MASK, CLOCK_MASK = 0xFFFF, 31, 0x7FFF, 0x3FFFFF
 WHOLE_WORD = 15
 #: Clock that every operation of an in-order pipe knows of its own pipe.
 EVERYTHING = CLOCK_MASK

@@ -13,8 +13,12 @@ from .layout import (
     BARRIER_ARRIVED,
     BULK_READ,
     BULK_WRITE,
+    CLOCK_MASK,
+    CLOCK_SHIFT,
     CLUSTER_ARRIVED,
     CLUSTER_DONE,
+    COMPONENT_MASK,
+    COMPONENT_SHIFT,
     COMPONENTS,
     COPY0,
     COUNT_BULK,
@@ -169,7 +173,8 @@ def knows_init(B, row, number, asynchronous):
     """Whether the owner of ``row`` may use the mbarrier: it was initialised before."""
     b = wide(B)
     epoch = wide(b[MBARRIER_INIT])[number]
-    component, clock = (epoch >> 26) & 0xFFFF, (epoch >> 42) & 0x3FFFFF
+    component = (epoch >> COMPONENT_SHIFT) & COMPONENT_MASK
+    clock = (epoch >> CLOCK_SHIFT) & CLOCK_MASK
     knows = word(row)
     published = word(b[MBARRIER_PUBLISHED])[number]
     if published != 0:
@@ -336,7 +341,8 @@ def fence(B, warp, kind):
         word(row_of(B, FENCED, warp))[own] = number
         published = word(b[MBARRIER_PUBLISHED])
         for i in range(b[MBARRIER_COUNT]):
-            if published[i] == 0 and (wide(b[MBARRIER_INIT])[i] >> 26) & 0xFFFF == me:
+            maker = (wide(b[MBARRIER_INIT])[i] >> COMPONENT_SHIFT) & COMPONENT_MASK
+            if published[i] == 0 and maker == me:
                 published[i] = number
     tick(B, warp)
 

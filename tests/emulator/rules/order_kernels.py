@@ -338,6 +338,9 @@ LEGAL = [
           "and.b32 %r9, %i0, 31; shl.b32 %r9, %r9, 2; add.u32 %r9, %r9, %r1; add.u32 %r9, %r9, %i1;"
           "bar.sync 0; cvt.u16.u32 %h1, %i0; st.shared.u8 [%r9+512], %h1; bar.sync 0;"
           "ld.shared.u8 %h2, [%r9+512];"),
+    legal("bytes of one word by lanes of a warp",
+          "add.u32 %r9, %r1, %i0; cvt.u16.u32 %h1, %i0; ld.shared.u8 %h2, [%r9];"
+          "st.shared.u8 [%r9], %h1; ld.shared.u8 %h2, [%r9]; st.shared.u8 [%r9], %h2;"),
     legal("atomic additions of every CTA", "red.global.add.u32 [%addr1], 1;", grid=4),
     legal("a flag handed from CTA to CTA",
           "mov.u32 %i2, %ctaid.x; @!%t bra END; setp.eq.u32 %p5, %i2, 3; @%p5 bra SET;"
