@@ -39,7 +39,7 @@ ROWS: tuple[Row, ...] = (
     Row("sm90", "sm90"),
     Row("cpu", "cpu"),
     Row("cpu-tcgen05", "cpu_tcgen05"),
-    Row("triton", "triton", unproven=((8, 0), (8, 6), (8, 9))),
+    Row("triton", "triton", unproven=((8, 0), (8, 6), (8, 9), (9, 0))),
     Row(
         "sm107-emulated",
         "sm107_emulated",
