@@ -1,6 +1,6 @@
 """CRC-32, as in zlib, of parts of a file and of the whole file from those of its parts.
 
-``isal`` computes it at memory speed, zlib at a few GB/s: the same sums. A CRC is a remainder of
+``isal`` computes it at memory speed. A CRC is a remainder of
 polynomials over two elements, modulo the reflected polynomial of zlib (RFC 1952): that of ``ab`` is
 that of ``a`` times ``x^(8 len(b))``, plus that of ``b``.
 """
@@ -8,10 +8,7 @@ that of ``a`` times ``x^(8 len(b))``, plus that of ``b``.
 from collections.abc import Iterable
 from functools import cache, lru_cache
 
-try:
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
+from isal.isal_zlib import crc32
 
 __all__ = ["crc32", "whole"]
 
