@@ -276,11 +276,12 @@ def plot(report: Path, picture: Path, source: str = "ids") -> None:
     figure, axes = pyplot.subplots(1, len(shapes), figsize=(3.2 * len(shapes), 3.4), sharey=True)
     for axis, shape in zip(axes, shapes, strict=True):
         here = [r for r in rows if r["shape"] == shape]
-        for impl in (OURS, *SETUPS):
+        for i, impl in enumerate((OURS, *SETUPS)):
             line = [(r["num_tokens"], r["us"]) for r in here if r["impl"] == impl]
             if line:
-                ours = {"color": "black", "linewidth": 2.2} if impl == OURS else {"linewidth": 1}
-                axis.plot(*zip(*sorted(line), strict=True), marker=".", label=impl, **ours)
+                style: dict[str, Any] = {"color": f"C{i}", "linewidth": 1}
+                style = {"color": "black", "linewidth": 2.2} if impl == OURS else style
+                axis.plot(*zip(*sorted(line), strict=True), marker=".", label=impl, **style)
         floor = sorted((r["num_tokens"], r["floor_us"]) for r in here if r["impl"] == OURS)
         axis.plot(*zip(*floor, strict=True), "k:", label="floor")
         axis.set(title=shape, xscale="log", yscale="log", xlabel="tokens", xticks=TOKENS)
@@ -288,7 +289,7 @@ def plot(report: Path, picture: Path, source: str = "ids") -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"us a layer, from {source}")
-    axes[0].legend(fontsize=7)
+    max(axes, key=lambda axis: len(axis.lines)).legend(fontsize=7)
     figure.suptitle(f"{facts['device']}, {facts['date']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(picture, dpi=90)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -86,10 +86,11 @@ class Sm90Kernel:
         rows = GateUpRows(stripe=8, half_multiple=64) if sizes.gated else None
         w13, alpha13 = self._blocks(weights, "w13", weights.halves, rows, sizes.hidden)
         w2, alpha2 = self._blocks(weights, "w2", 1, None, sizes.padded_intermediate)
-        bias13 = bias2 = torch.zeros(1, device=device)
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)  # not the default dtype
+        bias13 = bias2 = zeros(1)
         if self.problem.has_bias:
-            bias13 = torch.zeros(e, sizes.tiles13 * 16, device=device)
-            bias2 = torch.zeros(e, sizes.hidden, device=device)
+            bias13 = zeros(e, sizes.tiles13 * 16)
+            bias2 = zeros(e, sizes.hidden)
             if weights.w13.bias is not None:
                 ordered = weights.w13.bias.to(device)
                 if sizes.gated:
@@ -110,7 +111,7 @@ class Sm90Kernel:
         n = rows.storage_shape((n, 1))[0] if rows else -(-n // 64) * 64 if name == "w13" else n
         shape = layout.storage_shape((n, k))
         out = torch.zeros((e, *shape), dtype=torch.uint8, device=self.device)
-        factors = torch.empty((e, halves), dtype=torch.float64)
+        factors = torch.empty((e, halves), dtype=torch.float64, device="cpu")
         for expert in range(e):
             codes = proj.qdata[expert].to(self.device)
             sf = proj.sf[expert].to(self.device, copy=True)

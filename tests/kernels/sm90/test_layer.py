@@ -71,7 +71,9 @@ def test_float16(fmt, machine):
 
 
 @pytest.mark.parametrize("kind", problems.ROUTINGS)
-@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize(
+    ("num_tokens", "tiles"), [(1, TILES), (33, TILES), (33, WIDE)], ids=["1", "33", "33-wide"]
+)
 def test_routings(num_tokens, kind, tiles, machine):
     """33 tokens of one expert are three passes or five."""
     layer = small()
@@ -119,7 +121,11 @@ def test_rows_alone_equal_those_rows_in_a_batch_and_runs_repeat(tiles, machine):
         assert torch.equal(alone[0], whole[row])
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize(
+    ("garbage", "tiles"),
+    [(float("nan"), TILES), (float("nan"), WIDE), (float("inf"), TILES), (3e38, WIDE)],
+    ids=str,
+)
 def test_rows_without_an_expert_leak_nothing(garbage, tiles, machine):
     layer = small()
     x, ids, weights = batch(layer, 17)
@@ -201,3 +207,17 @@ def test_weights_read_the_same_bytes_each_time():
     first, second = (kernel.prepare(weights_of(layer)).tensors() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert Tiles() != TILES
+
+
+def test_a_server_loads_with_another_default_dtype():
+    layer = small("mxfp4", kind="swigluoai", limit=7.0, bias=True)
+    kernel = kernel_of(layer)
+    expected = kernel.prepare(weights_of(layer)).tensors()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = kernel.prepare(weights_of(layer)).tensors()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
