@@ -30,3 +30,18 @@ def test_two_ranks_equal_one(
     expected = [model.greedy(p, NUM_TOKENS) for p in tiny_models.PROMPTS]
     with serving.engine(model.path, **options) as llm:
         assert serving.greedy(llm, tiny_models.PROMPTS, NUM_TOKENS) == expected
+
+
+def test_two_expert_ranks_quantize_tokens_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts' calibrated input scales are unequal, and the largest is one rank's alone."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("RUBIN_MOE_ACTIVATION_FORMAT", "nvfp4-ue4m3")
+    model = Path(__file__).parents[2] / "models" / "kjv" / "nvfp4-ue4m3"
+    prompts = ([317, 500, 333, 12], [283, 449, 71, 90, 1002])
+
+    def generate(**options: Any) -> list[list[int]]:
+        with serving.engine(model, **options) as llm:
+            return serving.greedy(llm, prompts, NUM_TOKENS)
+
+    one = generate(tensor_parallel_size=1)
+    assert generate(tensor_parallel_size=2, enable_expert_parallel=True) == one
