@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """Measures how fast the emulator executes, on one core of this machine.
 
-    python scripts/emulator_speed.py [--rounds N] [--output PATH] [--only-threads]
+    python scripts/emulator_speed.py [--rounds N] [--output PATH] [--only-threads] [--only-rules]
 
 Writes docs/results/emulator_speed.json. All times are CPU time of this process (one thread), best
 of the rounds, so that a busy machine does not distort them; wall time is recorded beside the whole
 kernel. What a second thread gains is a ratio of wall times, taken in turns, with the load of the
-machine beside it; --only-threads measures that row alone and leaves the others as they are.
+machine beside it; --only-threads measures that row alone and leaves the others as they are, and so
+does --only-rules for what enforcing every rule costs.
 Nothing here says anything about the speed of a GPU.
 """
 
@@ -35,13 +36,22 @@ sys.path.insert(0, str(ROOT))
 
 from rubin_moe.emulator import Device, Report, load_ptx, units  # noqa: E402
 from rubin_moe.emulator.dsl import emulated_device  # noqa: E402
+from rubin_moe.emulator.findings import Mode  # noqa: E402
 from rubin_moe.emulator.ptx import parse_ptx  # noqa: E402
 from tests.emulator.peers.dense import Dense  # noqa: E402
 from tests.emulator.peers.operands import NVFP4  # noqa: E402
+from tests.emulator.peers.suite import CASES  # noqa: E402
 
 PACKAGES = ("flashinfer-python", "nvidia-cutlass-dsl", "llvmlite", "numba", "numpy")
 GEMM = Dense(
     "speed", "sm_107a", NVFP4, NVFP4, (512, 512, 4096), (128, 64, 256), inst=(128, 64, 128)
+)
+#: Kernels with which the cost of the rules is measured: CTA pair, gather, finalize, whole layer.
+RULED = (
+    "sm_107a-dense_nvfp4_ue5m3_2cta_256x128",
+    "sm_107a-fc1_gather_swiglu_tma",
+    "sm_107a-fc2_finalize",
+    "sm_100a-swap_ab_fc1_nvfp4_128x64",
 )
 _REPEAT = 32
 _LOOPS = 2000
@@ -230,6 +240,33 @@ def _in_turns(launch: Callable[[int], Report], rounds: int) -> dict[str, float]:
     }
 
 
+def measure_rules(rounds: int) -> dict[str, Any]:
+    """CPU seconds of peers' kernels plain and with every rule enforced, in turns."""
+    cases = {case.key: case for case in CASES if case.key in RULED}
+    kernels: dict[str, dict[str, float]] = {}
+    for key, case in {"sm_107a dense, K = 4096": GEMM.case(), **cases}.items():
+        seconds: dict[Mode | None, list[float]] = {None: [], "enforce": []}
+        prepared = None
+        for rules, times in seconds.items():
+            with emulated_device(case.target, rules=rules) as gpu:
+                prepared = prepared or case.prepare()
+                if not prepared.run(gpu).passed:
+                    raise SystemExit(f"{key} is wrong with rules {rules}")
+                times += [run_gemm(prepared.launch, gpu)[1] for _ in range(rounds)]
+        plain, checked = (min(times) for times in seconds.values())
+        kernels[key] = {
+            "plain_s": round(plain, 4),
+            "enforced_s": round(checked, 4),
+            "ratio": round(checked / plain, 2),
+        }
+    return {
+        "what": "best CPU seconds of a launch, plain and with rules='enforce' (poison and order)",
+        "date": datetime.date.today().isoformat(),
+        "load_average": round(os.getloadavg()[0], 1),
+        "kernels": kernels,
+    }
+
+
 _STARTUP = """
 import sys, time
 sys.path.insert(0, {root!r})
@@ -273,10 +310,14 @@ def main(
     rounds: Annotated[int, typer.Option(help="Repetitions; the best counts.")] = 5,
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_speed.json",
     only_threads: Annotated[bool, typer.Option(help="Measure that row alone.")] = False,
+    only_rules: Annotated[bool, typer.Option(help="Measure that row alone.")] = False,
 ) -> None:
     """Measure and record."""
     if only_threads:
         _write(output, json.loads(output.read_text()) | {"threads": measure_threads(rounds)})
+        return
+    if only_rules:
+        _write(output, json.loads(output.read_text()) | {"rules": measure_rules(rounds)})
         return
     classes = {name: round(measure_class(name, rounds), 1) for name in CLASSES}
     gemm = measure_gemm(rounds)
@@ -294,6 +335,7 @@ def main(
         "whole_kernel": gemm,
         "startup": measure_startup(),
         "threads": measure_threads(rounds),
+        "rules": measure_rules(rounds),
     }
     _write(output, result)
 
