@@ -209,15 +209,6 @@ def fma(x, y, z) -> Float32:
     )
 
 
-def max_abs(x, y) -> Float32:
-    """max(x, |y|)."""
-    return inline_ptx(
-        "{\n.reg .f32 t;\nabs.f32 t, {$r1};\nmax.f32 {$w0}, {$r0}, t;\n}",
-        write_only_types=[Float32],
-        read_only_args=[x, y],
-    )
-
-
 def encode_scale(value, ue5m3: bool) -> Uint32:
     """A block scale's code: UE5M3 rounded up, UE4M3 to nearest even; both saturate."""
     form = "cvt.rp.satfinite.ue5m3x2.f32" if ue5m3 else "cvt.rn.satfinite.e4m3x2.f32"

@@ -137,10 +137,11 @@ class GatherGemmSwiglu(GroupedGemm):
 
     @cute.jit
     def quantize_nvfp4(self, h, dec):
-        """Codes of 16 features, in order, and their block scale's code."""
+        """Codes of 16 features, in order, and their block scale's code: a NaN among them is the
+        scale's."""
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(FEATURES):
-            amax = ptx.max_abs(amax, h[i])
+            amax = block_ptx.max_abs_nan(amax, h[i])
         form = self.plan.operands.scale
         scale = ptx.encode_scale(ptx.div(ptx.div(amax, Float32(6.0)), dec), form == "ue5m3")
         value = ptx.as_f32(scale << Uint32(20)) * Float32(SCALE_FACTOR[form]) * dec

@@ -76,6 +76,20 @@ def test_a_servers_default_dtype_and_device_are_not_for_these(fmt):
     assert torch.equal(got, k.run(k.prepare(weights), *batch))
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp4"])
+def test_a_nan_of_a_token_is_its_result_and_nobody_elses(fmt):
+    """The block scale carries it through both GEMMs: E2M1 has no NaN, and would make it a 6."""
+    case = Case(fmt, 4, 2, 64, 32)
+    k = kernel(case)
+    prepared, (x, ids, weights) = k.prepare(case.weights()), case.batch()
+    clean = k.run(prepared, x, ids, weights)
+    x[1, 5] = torch.nan
+    got = k.run(prepared, x, ids, weights)
+    assert got[1].isnan().all()
+    keep = [0, 2, 3]
+    assert torch.equal(got[keep], clean[keep])
+
+
 def unequal(case: Case) -> ExpertWeights:
     """Input scales of the experts up to twice the smallest."""
     weights = case.weights()
