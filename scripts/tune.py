@@ -2,7 +2,7 @@
 
 ``--compile`` fills the kernel cache and needs no GPU; a machine without the compiler can then
 measure with that cache. Every candidate's numbers are checked before it is timed: against a float32
-reference, and bit for bit against the first candidate.
+reference, and bit for bit against the first candidate that passes.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def measure(name: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
             kernel = Fixed(shape, plan)
             out = kernel.run(prepared, x, *routed[0])
             error = relative(out, expected)
-            first = out if first is None else first
-            if not error < WORST_ERROR or not torch.equal(out, first):
-                equal = torch.equal(out, first)
+            equal = first is None or torch.equal(out, first)
+            if not error < WORST_ERROR or not equal:
                 print(f"{name} {m} {plan}: error {error}, equal {equal}: left out", flush=True)
                 continue
+            first = out
             calls = [partial(kernel.run, prepared, x, *r) for r in routed]
             us = median_us(calls)
             floor = shape.floor_us(m, touched)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_ours_equals_transformers_on_the_dequantized_weights(form, model, evalua
 
 @pytest.mark.parametrize(("form", "scale", "activations"), BANDS)
 def test_every_format_stays_in_its_band(form, scale, activations, model, evaluation):
+    """Field report 100: distributions are compared, token by token."""
     fold = "exact" if form == "nvfp4-ue4m3" else "none"
     switch(model, form, fold, activations, scale)
     figures = evaluation.measure()
@@ -90,6 +92,20 @@ def test_every_format_stays_in_its_band(form, scale, activations, model, evaluat
     perplexity = evaluation.reference()["perplexity"]
     assert abs(math.log(figures["perplexity"] / perplexity)) < 2 * top
     assert figures["top1"] > 0.85
+
+
+def test_outputs_of_one_direction_and_another_length_leave_the_band(model, evaluation):
+    """Field report 100: what a cosine calls perfect. Every expert's output is 1.5 times too long
+    and has cosine 1 to the right one; KL tells."""
+    checkpoint = ModelCheckpoint(str(KJV / "nvfp4-ue4m3"))
+    held = hold(checkpoint, Variant("none", "ue4m3"))
+    problem = quality.problem_in(model, checkpoint, held, "16bit")
+    wrong = {
+        name: replace(w, w2=replace(w.w2, dec=w.w2.dec * 1.5)) for name, w in held.layers.items()
+    }
+    model.use(quality.layers_of(replace(held, layers=wrong), problem, CPU))
+    figures = evaluation.measure()
+    assert figures["kl"] > BANDS["nvfp4-ue4m3", "ue4m3", "16bit"]
 
 
 def switch(model, form, fold, activations, scale=None):

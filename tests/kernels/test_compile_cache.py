@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import os
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -49,6 +50,7 @@ def forget() -> None:
 
 
 def test_the_second_process_reads_what_the_first_wrote(folder):
+    """Field report 103: a second start compiles nothing."""
     first = get()
     forget()
     assert get() == first
@@ -62,6 +64,7 @@ def _start(barrier, results) -> None:
 
 
 def test_many_processes_on_one_cold_cache(folder):
+    """Field report 104."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(PROCESSES), context.Queue()
     started = [context.Process(target=_start, args=(barrier, results)) for _ in range(PROCESSES)]
@@ -73,6 +76,31 @@ def test_many_processes_on_one_cold_cache(folder):
         assert process.exitcode == 0
     (file,) = folder.iterdir()  # one whole file, and no temporary one
     assert compile_cache._read(file.stem) is not None
+
+
+def _rank(rank, folder, barrier, results) -> None:
+    os.environ["RUBIN_MOE_CACHE_DIR"] = str(folder)
+    forget()
+    barrier.wait()
+    found = get()
+    results.put((rank, Compiler.calls, found.key, found.ptx == PTX))
+
+
+def test_ranks_with_different_caches_do_not_wait_for_one_another(folder):
+    """Field report 103: one rank has the kernel and another one compiles it, and both go on with
+    the same. Nothing is agreed on between them: keys and tiles follow from files of the package."""
+    kernel = get()
+    calls = Compiler.calls
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    caches = [folder.parent, folder.parent / "cold"]
+    ranks = [context.Process(target=_rank, args=(r, caches[r], barrier, results)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join()
+    assert found == [(0, calls, kernel.key, True), (1, calls + 1, kernel.key, True)]
 
 
 @pytest.mark.parametrize("harm", ["cut", "foreign", "flipped", "empty", "another"])
@@ -147,14 +175,20 @@ def test_everything_that_decides_the_code_is_in_the_key(monkeypatch):
 
 
 def test_the_source_hash_follows_an_edit(tmp_path, monkeypatch):
+    """Field report 103: of the kernel's own files and of nothing else."""
     root = tmp_path / "rubin_moe"
     (root / "arch").mkdir(parents=True)
-    (root / "kernels" / "sm107").mkdir(parents=True)
+    for name in ("sm107", "sm90", "cpu"):
+        (root / "kernels" / name).mkdir(parents=True)
     source = root / "kernels" / "sm107" / "mainloop.py"
     source.write_text("a = 1\n")
     monkeypatch.setattr(compile_cache, "__file__", str(root / "kernels" / "compile_cache.py"))
     compile_cache.source_hash.cache_clear()
     before = compile_cache.source_hash(*FOLDERS)
+    for other in ("kernels/sm90/decode.py", "kernels/cpu/host.py", "kernels/registry.py"):
+        (root / other).write_text("b = 1\n")
+    compile_cache.source_hash.cache_clear()
+    assert compile_cache.source_hash(*FOLDERS) == before
     source.write_text("a = 2\n")
     compile_cache.source_hash.cache_clear()
     assert compile_cache.source_hash(*FOLDERS) != before
@@ -163,6 +197,7 @@ def test_the_source_hash_follows_an_edit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("found", ["4.7.0", "3.9"])
 def test_an_old_dsl_is_refused_with_the_line_that_mends_it(folder, monkeypatch, found):
+    """Field report 105."""
     monkeypatch.setattr(compile_cache, "version", lambda name: found)
     with pytest.raises(ConfigError, match=r"pip install 'nvidia-cutlass-dsl\[cu13\]>=4\.8\.1"):
         get()
