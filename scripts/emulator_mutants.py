@@ -126,6 +126,9 @@ def main(
     only: Annotated[str, typer.Option(help="Kernels whose name contains this.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes.")] = min(os.cpu_count() or 1, 8),
     rules: Annotated[str, typer.Option(help="enforce, or none: traps only.")] = "enforce",
+    add: Annotated[
+        list[Path] | None, typer.Option(help="Earlier results, for kernels that do not run now.")
+    ] = None,
     launches: Annotated[Path | None, typer.Option(help="Keep the launches, use kept ones.")] = None,
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_mutants.json",
 ) -> None:
@@ -133,6 +136,7 @@ def main(
     from tests.emulator.mutants.subjects import SUBJECTS
 
     chosen = [s for s in SUBJECTS if only in s.name and (not sample or s.name in SAMPLED)]
+    chosen = chosen if count else []
     total = SAMPLE if sample else count
     quotas = [total * (i + 1) // len(chosen) - total * i // len(chosen) for i in range(len(chosen))]
     mode = None if rules == "none" else rules
@@ -165,6 +169,10 @@ def main(
                         examine, paths[subject.name], subject.name, quota, mode
                     )
     rows = [row for result in results for row in result["rows"]]
+    for path in add or ():
+        earlier = json.loads(path.read_text())["rows"]
+        known = {row["kernel"] for row in rows}
+        rows += [row for row in earlier if row["kernel"] not in known]
     counts = summary(rows)
     result = {
         "what": "kernels with one fault each, executed on the emulator",
@@ -174,7 +182,11 @@ def main(
         "rules": rules,
         "draw_seed": DRAW_SEED,
         "seeds": list(SEEDS),
-        "kernels": [{"name": s.name, "origin": s.origin} for s in chosen],
+        "kernels": [
+            {"name": s.name, "origin": s.origin}
+            for s in SUBJECTS
+            if s.name in {row["kernel"] for row in rows}
+        ],
         "seconds": round(time.monotonic() - started, 1),
         **counts,
         "rows": rows,
@@ -184,7 +196,7 @@ def main(
     for row in counts["survivors"]:
         print(f"survives: {row['kernel']}: {row['fault']}")
     print(f"{result['seconds']} s")
-    if not sample and not only and mode is not None:
+    if not sample and (add or not only) and mode is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
     unsound = [r["name"] for r in results if "unsound" in r]
     if unsound or counts["caught_percent"] < 95:

@@ -71,12 +71,10 @@ class Recorder(EmulatorLauncher):
 
 def saved_launch(kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> SavedLaunch:
     """The launch of a compiled kernel with the memory of its tensors."""
-    entry = next(e for e in parse_ptx(kernel.ptx).entries if e.name == kernel.entry)
-    shape = (*entry.directives.get("reqnctapercluster", (1,)), 1, 1)[:3]
     buffers = tuple(_buffer(start, size) for start, size in storages(args))
     return SavedLaunch(
         kernel.arch, kernel.ptx, kernel.entry, (grid, 1, 1), (kernel.block, 1, 1),
-        (shape[0], shape[1], shape[2]), kernel.smem_bytes, b"".join(aligned(pack(args))), buffers,
+        (kernel.cluster, 1, 1), kernel.smem_bytes, b"".join(aligned(pack(args))), buffers,
     )  # fmt: skip
 
 
