@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rubin_moe.emulation import EmulatorLauncher
 from rubin_moe.kernels.sm90 import host, plan
 from rubin_moe.kernels.sm90.plan import Tiles, WideTiles
 from tests.layers.backends import assert_close, weights_of
@@ -108,6 +109,15 @@ def test_delayed_asynchronous_operations_change_nothing(seed, tiles):
     args = (layer, *batch(layer, 17))
     delayed = run(kernel_of(layer, seed=seed, tiles=tiles), *args)
     assert torch.equal(delayed, run(kernel_of(layer), *args))
+
+
+def test_no_rule_of_the_hardware_is_broken(tiles):
+    """Missing waits, fences and barriers among them: `rubin_moe.emulator.rules`."""
+    layer = small()
+    kernel = kernel_of(layer, tiles=tiles)
+    kernel._launch = EmulatorLauncher(rules="enforce")
+    args = (layer, *batch(layer, 33, kind="power_law"))
+    assert torch.equal(run(kernel, *args), run(kernel_of(layer), *args))
 
 
 def test_rows_alone_equal_those_rows_in_a_batch_and_runs_repeat(tiles, machine):
