@@ -242,7 +242,7 @@ def rowwise_plans(assembler: Assembler) -> list[Row]:
             "kernel": f"sm_107a {kernel.name} {constants}",
             "threads": kernel.block,
             **assembler.resources(kernel.ptx),
-            "smem_bytes": 0,
+            "smem_bytes": kernel.smem_bytes,
             "cubin_bytes": len(kernel.cubin),
         }
         for constants, kernel in kernels
