@@ -27,9 +27,9 @@ API = {
     "rubin_moe.layers.experts:MoEExperts": "weights problem target backend",
     "rubin_moe.arch:arch": "name",
     "rubin_moe.arch.port_check:check_ptx": "text smem cp_async_buffers",
-    "rubin_moe.emulator:load_ptx": "text deferred",
+    "rubin_moe.emulator:load_ptx": "text deferred checked",
     "rubin_moe.emulator.dsl:emulated_device": (
-        "arch multiprocessors execute seed save_to device_options"
+        "arch multiprocessors execute seed rules save_to device_options"
     ),
     "rubin_moe.emulation:install": "seed keep_reports rules",
     "rubin_moe.adapters.vllm.plugin:register": "",
