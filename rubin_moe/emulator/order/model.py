@@ -69,7 +69,6 @@ class LaunchOrder:
         self.ranges = np.array(entries or [(0, 0, 0, 0)], np.int64)
         self.flags = np.zeros((layout.FLAG_ROWS, self.length), np.int32)
         self.flag_versions = np.zeros(layout.FLAG_ROWS, np.int32)
-        self.flag_from = np.zeros((layout.FLAG_ROWS, 2), np.int32)
 
     def take_slot(self, cluster: Cluster) -> int:
         """A slot of components for a cluster that starts."""
@@ -145,7 +144,6 @@ class ClusterOrder:
             layout.RANGES: _address(launch.ranges), layout.RANGE_COUNT: len(launch.ranges),
             layout.FLAGS: _address(launch.flags),
             layout.FLAG_VERSION: _address(launch.flag_versions),
-            layout.FLAG_FROM: _address(launch.flag_from),
             layout.LOAD_SITES: max(load_sites, 1), layout.LOG_LIMIT: limit,
             layout.LOG_KEY_LIMIT: 2 * limit,
             layout.ENFORCE: sum(1 << code for code in codes) if launch.enforce else 0,

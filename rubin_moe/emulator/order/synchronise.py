@@ -34,7 +34,6 @@ from .layout import (
     FENCE_TENSOR,
     FENCE_VERSION,
     FENCED,
-    FLAG_FROM,
     FLAG_ROWS,
     FLAG_VERSION,
     FLAGS,
@@ -373,11 +372,9 @@ def flag_access(B, warp, address, acquire, release, kind):
             versions[slot] += 1
             tick(B, warp)
         elif word(b[FENCE_VERSION])[warp] != 0:
-            last = word(b[FLAG_FROM] + 8 * slot)
-            own, version = b[WARP0] + warp, word(b[FENCE_VERSION])[warp]
-            if last[0] != own or last[1] != version:
-                last[0], last[1] = own, version
-                join(B, flag, row_of(B, FENCED, warp))
+            own, fenced = b[WARP0] + warp, row_of(B, FENCED, warp)
+            if word(flag)[own] < word(fenced)[own]:  # else it is there already
+                join(B, flag, fenced)
                 versions[slot] += 1
 
 
