@@ -47,10 +47,15 @@ def test_formats_and_activations(fmt, kind, machine):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "kind"),
-    [("nvfp4-ue4m3", "silu"), ("mxfp4", "swigluoai"), ("nvfp4-ue5m3", "relu2")],
+    ("fmt", "kind", "dtype"),
+    [
+        ("nvfp4-ue4m3", "silu", torch.bfloat16),
+        ("nvfp4-ue4m3", "silu", torch.float16),
+        ("nvfp4-ue5m3", "relu2", torch.bfloat16),
+        ("mxfp4", "swigluoai", torch.bfloat16),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_wide_kernel_gives_the_same_bits(fmt, kind, dtype, machine):
     """Other instructions, other tiles: the number of tokens may choose between them."""
     layer = small(fmt, kind=kind, **KINDS[kind])
