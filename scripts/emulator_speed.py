@@ -247,12 +247,13 @@ def measure_rules(rounds: int) -> dict[str, Any]:
     for key, case in {"sm_107a dense, K = 4096": GEMM.case(), **cases}.items():
         seconds: dict[Mode | None, list[float]] = {None: [], "enforce": []}
         prepared = None
-        for rules, times in seconds.items():
-            with emulated_device(case.target, rules=rules) as gpu:
-                prepared = prepared or case.prepare()
-                if not prepared.run(gpu).passed:
-                    raise SystemExit(f"{key} is wrong with rules {rules}")
-                times += [run_gemm(prepared.launch, gpu)[1] for _ in range(rounds)]
+        for _ in range(rounds):
+            for rules, times in seconds.items():
+                with emulated_device(case.target, rules=rules) as gpu:
+                    prepared = prepared or case.prepare()
+                    if not prepared.run(gpu).passed:
+                        raise SystemExit(f"{key} is wrong with rules {rules}")
+                    times.append(run_gemm(prepared.launch, gpu)[1])
         plain, checked = (min(times) for times in seconds.values())
         kernels[key] = {
             "plain_s": round(plain, 4),
