@@ -57,8 +57,10 @@ def record(name: str, path: Path) -> None:
     subject.record().save(path)
 
 
-def examine(path: Path, name: str, quota: int, rules: str | None) -> dict[str, Any]:
-    """Draw a subject's mutants and judge them."""
+def examine(
+    path: Path, name: str, quota: int, rules: str | None, faults: list[str] | None = None
+) -> dict[str, Any]:
+    """Draw a subject's mutants, or find those with some faults, and judge them."""
     from rubin_moe.emulator.errors import EmulationError
     from rubin_moe.emulator.saved import SavedLaunch
     from tests.emulator.mutants.draw import draw
@@ -73,7 +75,11 @@ def examine(path: Path, name: str, quota: int, rules: str | None) -> dict[str, A
         except EmulationError as error:
             print(f"{name}: the sound kernel fails: {error}", flush=True)
             return {"name": name, "rows": [], "unsound": str(error)}
-        drawn = draw(b.mutations(), quota, f"{DRAW_SEED} {name}")
+        if faults is None:
+            drawn = draw(b.mutations(), quota, f"{DRAW_SEED} {name}")
+        else:
+            found = {str(m): m for sites in b.mutations().values() for m in sites}
+            drawn = [found[fault] for fault in faults]
         for mutation in drawn:
             verdict = b.judge(mutation, SEEDS)
             row: dict[str, Any] = {
@@ -127,7 +133,8 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = min(os.cpu_count() or 1, 8),
     rules: Annotated[str, typer.Option(help="enforce, or none: traps only.")] = "enforce",
     add: Annotated[
-        list[Path] | None, typer.Option(help="Earlier results, for kernels that do not run now.")
+        list[Path] | None,
+        typer.Option(help="Earlier results: put together, and their survivors tried again."),
     ] = None,
     launches: Annotated[Path | None, typer.Option(help="Keep the launches, use kept ones.")] = None,
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_mutants.json",
@@ -136,7 +143,13 @@ def main(
     from tests.emulator.mutants.subjects import SUBJECTS
 
     chosen = [s for s in SUBJECTS if only in s.name and (not sample or s.name in SAMPLED)]
-    chosen = chosen if count else []
+    earlier = [row for path in add or () for row in json.loads(path.read_text())["rows"]]
+    again: dict[str, list[str]] = {}
+    for row in earlier:
+        if not row["caught_by"] and not row.get("equivalent"):
+            again.setdefault(row["kernel"], []).append(row["fault"])
+    if add:
+        chosen = [s for s in chosen if s.name in again]
     total = SAMPLE if sample else count
     quotas = [total * (i + 1) // len(chosen) - total * i // len(chosen) for i in range(len(chosen))]
     mode = None if rules == "none" else rules
@@ -154,7 +167,7 @@ def main(
         for subject, quota in zip(chosen, quotas, strict=True):
             recorded[subject.name].result()
             futures[subject.name] = pool.submit(
-                examine, paths[subject.name], subject.name, quota, mode
+                examine, paths[subject.name], subject.name, quota, mode, again.get(subject.name)
             )
         results = []
         for subject, quota in zip(chosen, quotas, strict=True):
@@ -166,13 +179,12 @@ def main(
                     if "fresh process" not in str(error) or attempt == ATTEMPTS - 1:
                         raise
                     futures[subject.name] = pool.submit(
-                        examine, paths[subject.name], subject.name, quota, mode
-                    )
+                        examine, paths[subject.name], subject.name, quota, mode,
+                        again.get(subject.name),
+                    )  # fmt: skip
     rows = [row for result in results for row in result["rows"]]
-    for path in add or ():
-        earlier = json.loads(path.read_text())["rows"]
-        known = {row["kernel"] for row in rows}
-        rows += [row for row in earlier if row["kernel"] not in known]
+    known = {(row["kernel"], row["fault"]) for row in rows}
+    rows = [row for row in earlier if (row["kernel"], row["fault"]) not in known] + rows
     counts = summary(rows)
     result = {
         "what": "kernels with one fault each, executed on the emulator",
@@ -196,7 +208,7 @@ def main(
     for row in counts["survivors"]:
         print(f"survives: {row['kernel']}: {row['fault']}")
     print(f"{result['seconds']} s")
-    if not sample and (add or not only) and mode is not None:
+    if not sample and mode is not None and (add or not only):
         output.write_text(json.dumps(result, indent=1) + "\n")
     unsound = [r["name"] for r in results if "unsound" in r]
     if unsound or counts["caught_percent"] < 95:

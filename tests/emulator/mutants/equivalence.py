@@ -7,28 +7,24 @@ launch never does is none in that launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
-from rubin_moe.emulator import EmulationError, units, worker
+from rubin_moe.emulator import EmulationError
 from rubin_moe.emulator.isa import tcgen05_data, tcgen05_mma
 from rubin_moe.emulator.isa.descriptors import decode_instruction
-from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.isa.handoff import UnitSite
 from rubin_moe.emulator.isa.register_fence import predecessors
-from rubin_moe.emulator.issue import Handler, lanes, values
+from rubin_moe.emulator.issue import lanes, values
 from rubin_moe.emulator.lower import branch_target, lower
-from rubin_moe.emulator.machine import LaunchContext, Warp
-from rubin_moe.emulator.ptx.ast import Entry, Imm, Instruction, Mem, Reg
-from tests.emulator.mutants.edits import Mutation, apply, make, with_operand
+from rubin_moe.emulator.machine import Warp
+from rubin_moe.emulator.ptx.ast import Entry, Imm, Instruction, Mem, Operand, Reg
+from tests.emulator.mutants.edits import Mutation, apply, make
 from tests.emulator.mutants.trial import Bench
+from tests.emulator.mutants.watching import SEEDS, log, log_waits, meet, traps, watching
 
-_SEEDS = (1, 2)
 Argument = Callable[[Bench, Mutation], str]
 #: Families that touch nothing but the warp's own registers.
 _REGISTERS = {"integer", "bits", "float", "special_function", "compare", "move", "convert_integer",
@@ -47,26 +43,6 @@ def proof(bench: Bench, mutation: Mutation) -> str:
     return ""
 
 
-@contextmanager
-def _watching(look: Callable[[UnitSite, Warp, int], None], *sites: int) -> Iterator[None]:
-    """Calls ``look`` before each execution of the sites that Python performs."""
-    bind = units.bind
-
-    def watched(site: UnitSite, context: LaunchContext) -> Handler:
-        handler = bind(site, context)
-        if site.index not in sites:
-            return handler
-
-        def looking(warp: Warp, mask: int) -> bool:
-            look(site, warp, mask)
-            return handler(warp, mask)
-
-        return looking
-
-    with patch.object(worker, "bind", watched):
-        yield
-
-
 def never_performed(bench: Bench, mutation: Mutation) -> str:
     """A trap under the same guard is never executed."""
     ins = bench.entry.instructions[mutation.index]
@@ -74,7 +50,7 @@ def never_performed(bench: Bench, mutation: Mutation) -> str:
         return ""
     edits = {mutation.index: (make("trap", ins.line, ins),)}
     probe = Mutation("probe", mutation.index, ins.line, ins.opcode, "trap", edits)
-    if bench.judge(probe, _SEEDS).rule == "trap":
+    if bench.judge(probe, SEEDS).rule == "trap":
         return ""
     return "never performed: a trap under the same guard is not executed in this launch"
 
@@ -118,8 +94,8 @@ def covers_nothing(bench: Bench, mutation: Mutation) -> str:
         if family == "tmem_wait" or "wait_all" in site.parts:
             covered += len(warp.open_group[kind])
 
-    with _watching(look, mutation.index):
-        for seed in _SEEDS:
+    with watching(look, mutation.index):
+        for seed in SEEDS:
             bench.run(bench.load(bench.entry), seed)
     return "" if covered else "the wait covers no operation: all were waited for before"
 
@@ -146,23 +122,12 @@ def last_wait(bench: Bench, mutation: Mutation) -> str:
         if index == 0:
             lines.insert(0, make("setp.ne.u32 %armed, 0, 0", ins.line))
         edits[index] = tuple(lines)
-    if _traps(bench, replace(mutation, edits=edits, registers={"%armed": "pred"})):
+    if traps(bench, replace(mutation, edits=edits, registers={"%armed": "pred"})):
         return ""
     return (
         "after the wait the warp only waits and exits, and no operation reaches the CTA after "
         "its exit (order: exit)"
     )
-
-
-def _traps(bench: Bench, probe: Mutation) -> bool:
-    """Whether a kernel with traps in it executes one, under any of the seeds."""
-    kernel = bench.load(apply(bench.entry, probe))
-    for seed in _SEEDS:
-        try:
-            bench.run(kernel, seed, 2 * bench.budget)
-        except EmulationError:
-            return True
-    return False
 
 
 def first_phase(bench: Bench, mutation: Mutation) -> str:
@@ -175,9 +140,9 @@ def first_phase(bench: Bench, mutation: Mutation) -> str:
         return ""
     if bench.kernel.families[mutation.index].name != "mbarrier_wait":
         return ""
-    for seed in _SEEDS:
+    for seed in SEEDS:
         seen: set[tuple[int, ...]] = set()
-        for site, who, where, address, parity in _log_waits(bench, seed):
+        for site, who, where, address, parity in log_waits(bench, seed):
             key = (who, where, address)
             if site == mutation.index and (parity != 1 or key in seen):
                 return ""
@@ -188,54 +153,86 @@ def first_phase(bench: Bench, mutation: Mutation) -> str:
     )
 
 
-_LOG_ENTRIES = 1 << 19
+def never_awaited(bench: Bench, mutation: Mutation) -> str:
+    """An arrival at mbarriers of which nobody waits for a phase that can be incomplete.
+
+    Shown by logs of the arrivals and of all waits: those of the same mbarriers (of any CTA) are for
+    parity 1 alone, the phase before the first, and each thread's only one.
+    """
+    arrivals = ("tmem_commit", "mbarrier_arrive", "cp_async_arrive")
+    if mutation.operator not in ("drop commit", "drop arrive"):
+        return ""
+    if bench.kernel.families[mutation.index].name not in arrivals:
+        return ""
+    ins = bench.entry.instructions[mutation.index]
+    address = next(o for o in ins.operands if isinstance(o, Mem))
+    if bench.entry.registers.get(getattr(address.base, "name", ""), "b32").endswith("64"):
+        return ""
+    for seed in SEEDS:
+        logged = log(bench, seed, {mutation.index: (address, Imm(0))})
+        arrived = {row[3] & _OFFSET for row in logged}
+        seen: set[tuple[int, ...]] = set()
+        for _, who, where, waited, parity in log_waits(bench, seed):
+            if waited & _OFFSET in arrived:
+                if parity != 1 or (who, where, waited) in seen:
+                    return ""
+                seen.add((who, where, waited))
+    return (
+        "nobody waits for the phases that it completes: in this launch the ring of stages does "
+        "not come around"
+    )
 
 
-def _log_waits(bench: Bench, seed: int) -> list[list[int]]:
-    """Site, thread, CTA, address and parity of every mbarrier wait of a plain run, in order."""
-    log = np.zeros((_LOG_ENTRIES + 1, 8), np.uint32)
-    registers = {f"%log{i}": "b64" for i in range(2)} | {f"%log{i}": "b32" for i in range(2, 8)}
-    edits: dict[int, tuple[Instruction, ...]] = {}
-    for index, ins in bench.kernel.of("mbarrier_wait"):
-        if "parity" not in ins.parts:
-            return []
-        address = ins.operands[1]
-        assert isinstance(address, Mem)
-        text = (
-            f"mov.b64 %log0, {log.ctypes.data}",
-            "atom.global.add.u32 %log2, [%log0], 1",
-            "mul.wide.u32 %log1, %log2, 32",
-            "add.s64 %log1, %log1, %log0",
-            "mov.u32 %log3, %tid.x",
-            "mov.u32 %log4, %ctaid.x",
-            "mov.u32 %log5, %ctaid.y",
-            "mad.lo.u32 %log4, %log5, 1024, %log4",
-            "mov.u32 %log5, %ctaid.z",
-            "mad.lo.u32 %log4, %log5, 1048576, %log4",
-        )
-        lines = [make(line, ins.line) for line in text]
-        parity = make("mov.b32 %log6, 0", ins.line)
-        where = make("add.s32 %log7, 0, 0", ins.line)
-        lines += [
-            with_operand(parity, 1, ins.operands[2]),
-            with_operand(with_operand(where, 1, address.base), 2, Imm(address.offset)),
-            make("st.global.v2.b32 [%log1+32], {%log3, %log4}", ins.line),
-            make("st.global.v2.b32 [%log1+40], {%log7, %log6}", ins.line),
-            make(f"mov.b32 %log2, {index}", ins.line),
-            make("st.global.b32 [%log1+48], %log2", ins.line),
-        ]
-        guarded = [
-            replace(line, guard=ins.guard, guard_negated=ins.guard_negated) for line in lines
-        ]
-        edits[index] = (*guarded, ins)
-    probe = Mutation("probe", 0, 0, "", "log", edits, registers)
-    plain = replace(bench, rules=None)
-    plain.run(plain.load(apply(bench.entry, probe)), seed, extra=(log,))
-    count = int(log[0, 0])
-    if count >= _LOG_ENTRIES:
-        return []
-    rows = log[1 : count + 1, [4, 0, 1, 2, 3]]
-    return rows.tolist()  # type: ignore[no-any-return]
+def second_barrier(bench: Bench, mutation: Mutation) -> str:
+    """bar.sync of all threads beside another one, with nothing but registers and fences between."""
+    ins = bench.entry.instructions[mutation.index]
+    if mutation.operator != "drop wait" or ins.parts[:2] != ("bar", "sync"):
+        return ""
+    allowed = {*_REGISTERS, "hint", "grid_wait"}
+    for step in (1, -1):
+        at = mutation.index + step
+        while 0 <= at < len(bench.entry.instructions):
+            if max(at, at - step) in bench.kernel.labelled:
+                break
+            other = bench.entry.instructions[at]
+            if other.opcode == ins.opcode and other.operands == ins.operands:
+                return f"line {other.line} is the same barrier, with nothing to order between"
+            if bench.kernel.families[at].name not in allowed:
+                break
+            at += step
+    return ""
+
+
+def one_thread(bench: Bench, mutation: Mutation) -> str:
+    """bar.sync of all threads around which, up to the next ones, one thread alone does anything.
+
+    Shown by a log of who executes the instructions between the barriers before and after it.
+    """
+    ins = bench.entry.instructions[mutation.index]
+    if mutation.operator != "drop wait" or ins.parts[:2] != ("bar", "sync"):
+        return ""
+    if len(ins.operands) != 1:
+        return ""
+    between: dict[int, tuple[Operand, Operand]] = {}
+    for step in (1, -1):
+        at = mutation.index + step
+        while bench.entry.instructions[at].opcode != ins.opcode:
+            leaves = bench.kernel.families[at].name in ("branch", "leave")
+            if leaves or max(at, at - step) in bench.kernel.labelled:
+                return ""
+            if bench.kernel.families[at].name not in {*_REGISTERS, "hint"}:
+                between[at] = Imm(0), Imm(0)
+            at += step
+        if bench.entry.instructions[at].operands != ins.operands:
+            return ""
+    if len({row[1] for row in log(bench, SEEDS[0], between)}) > 1:
+        return ""
+    return (
+        "between the barriers before and after it one thread alone accesses memory: its own order"
+    )
+
+
+_OFFSET = (1 << 24) - 1
 
 
 def same_groups(bench: Bench, mutation: Mutation) -> str:
@@ -253,7 +250,7 @@ def same_groups(bench: Bench, mutation: Mutation) -> str:
         kernel = bench.load(entry)
         sites = [s.index for s in kernel.compiled.sites.values() if s.family in waits]
         results = []
-        for seed in _SEEDS:
+        for seed in SEEDS:
             rows: dict[tuple[object, ...], list[int]] = {}
 
             def look(site: UnitSite, warp: Warp, mask: int, rows: Any = rows) -> None:
@@ -267,7 +264,7 @@ def same_groups(bench: Bench, mutation: Mutation) -> str:
                 if not rows.get(key) or rows[key][-2:] != [site.line, left]:
                     rows.setdefault(key, []).extend([site.line, left])
 
-            with _watching(look, *sites):
+            with watching(look, *sites):
                 bench.run(kernel, seed)
             results.append(rows)
         return results
@@ -304,24 +301,25 @@ def second_fence(bench: Bench, mutation: Mutation) -> str:
 
 
 def repeated_publication(bench: Bench, mutation: Mutation) -> str:
-    """Behind fence.mbarrier_init and a barrier of the whole cluster stands the same pair, and
-    nothing between them uses an mbarrier."""
+    """Behind fence.mbarrier_init and a barrier of all threads stands the same pair, and nothing
+    between them uses an mbarrier."""
     ins = bench.entry.instructions[mutation.index]
     if mutation.operator != "drop fence" or "mbarrier_init" not in ins.parts:
         return ""
     instructions, families = bench.entry.instructions, bench.kernel.families
-    allowed = {*_REGISTERS, "mbarrier_init", "cluster_arrive", "cluster_wait"}
+    allowed = {*_REGISTERS, "mbarrier_init", "cluster_arrive", "cluster_wait", "barrier"}
     at = mutation.index + 1
     while at < len(instructions) and instructions[at].opcode != ins.opcode:
         inside = families[at].name == "branch" and branch_target(instructions[at], bench.entry) > at
-        if not inside and families[at].name not in allowed:
+        some = families[at].name == "barrier" and len(instructions[at].operands) > 1
+        if some or (not inside and families[at].name not in allowed):
             return ""
         at += 1
     following = (family.name for family in families[at + 1 :] if family.name not in _REGISTERS)
-    if at == len(instructions) or next(following) != "cluster_arrive":
+    if at == len(instructions) or next(following) not in ("cluster_arrive", "barrier"):
         return ""
     return (
-        f"line {instructions[at].line} is the same fence before another barrier of the cluster; "
+        f"line {instructions[at].line} is the same fence before another barrier of all threads; "
         "no thread uses an mbarrier between the two"
     )
 
@@ -364,7 +362,7 @@ def same_decoding(bench: Bench, mutation: Mutation) -> str:
 
     tcgen05_mma_decode._decode_mma.cache_clear()
     with patch.object(tcgen05_mma_decode, "decode_instruction", record):
-        bench.run(bench.load(bench.entry), _SEEDS[0])
+        bench.run(bench.load(bench.entry), SEEDS[0])
     for word, *rest in pairs:
         try:
             changed = original(word ^ flipped, *rest)
@@ -399,35 +397,28 @@ def independent_copy(bench: Bench, mutation: Mutation) -> str:
         return decoded
 
     with (
-        _watching(look, *bench.load(bench.entry).compiled.sites),
+        watching(look, *bench.load(bench.entry).compiled.sites),
         patch.object(tcgen05_data, "decode_copy", recording(tcgen05_data.decode_copy)),
         patch.object(tcgen05_mma, "decode_mma", recording(tcgen05_mma.decode_mma)),
     ):
-        bench.run(bench.load(bench.entry), _SEEDS[0])
+        bench.run(bench.load(bench.entry), SEEDS[0])
     copies = [place for op in set(ops[mutation.index]) for place in op.writes()]
     products = [p for op in set(ops[later]) for p in (*op.reads(), *op.writes())]
-    if not copies or not products or any(_meet(a, b) for a in copies for b in products):
+    if not copies or not products or any(meet(a, b) for a in copies for b in products):
         return ""
     return "the copy writes no column that the product reads or writes: they have no order"
-
-
-def _meet(a: Footprint, b: Footprint) -> bool:
-    """Whether two footprints share a cell of tensor memory."""
-    if (a.space, b.space) != ("tmem", "tmem") or a.rank != b.rank:
-        return False
-    x, y = a.ranges[:, None], b.ranges[None]
-    rows = (x[..., 0] < y[..., 1]) & (y[..., 0] < x[..., 1])
-    columns = (x[..., 2] < y[..., 3]) & (y[..., 2] < x[..., 3])
-    return bool(np.any(rows & columns))
 
 
 ARGUMENTS: tuple[Argument, ...] = (
     renamed_barrier,
     second_fence,
+    second_barrier,
     repeated_publication,
     empty_release,
     last_wait,
     first_phase,
+    never_awaited,
+    one_thread,
     covers_nothing,
     same_groups,
     same_decoding,

@@ -1,7 +1,7 @@
 """The kernels that get faults, each as a launch with the memory it starts from.
 
 Peers' kernels as CuTe DSL compiles them, ours for sm_107a and sm_90a, and Triton's; small problems
-in which every role works and every ring of stages goes around.
+in which every role works.
 """
 
 from __future__ import annotations
@@ -185,6 +185,9 @@ SUBJECTS: tuple[Subject, ...] = (
     _peer("sm_100a-dense_nvfp4_2cta_256x128"),
     _peer("sm_107a-fc1_gather_swiglu_cpasync"),
     _peer("sm_107a-fc2_finalize"),
+    _peer("sm_107a-fc2_finalize_2cta_ue5m3"),
+    _peer("sm_103a-dense_nvfp4_128x128"),
+    _peer("sm_107a-dense_mxfp4_x_mxfp8_2cta_256x128"),
     _peer("sm_100a-swap_ab_fc1_nvfp4_128x64"),
     _peer("sm_90a-fc2_finalize_128x128"),
     _sm107("gather_gemm_swiglu"),
