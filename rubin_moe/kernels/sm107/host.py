@@ -136,7 +136,7 @@ class Sm107Kernel:
         """See `rubin_moe.kernels.base.ExpertsKernel.run`."""
         p = self.problem
         m, dtype = len(x), x.dtype
-        tile_n = plans.choose_tile_n(m, p.top_k, p.num_experts)
+        tile_n = plans.choose_tile_n(m, p.top_k, p.global_num_experts)
         plan = plans.plan_gemm(self.fmt, tile_n, self._cta_group(tile_n))
         on_input = topk_weights if p.router_weight_on_input else None
         on_output = None if p.router_weight_on_input else topk_weights

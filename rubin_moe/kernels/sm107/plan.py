@@ -221,8 +221,9 @@ def tiles_of(fmt: str, k: int) -> int:
 
 
 def choose_tile_n(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """The smallest tile that holds the tokens an expert gets when they spread evenly; a tile
-    more for a skewed routing costs a second pass over that expert's weights, no wrong result."""
+    """The smallest tile that holds the tokens an expert gets when they spread evenly over all of
+    the model's ``num_experts``, other ranks' included; a tile more for a skewed routing costs a
+    second pass over that expert's weights, no wrong result."""
     mean = -(-num_tokens * top_k // max(1, num_experts))
     return next((n for n in TILES_N if n >= mean), TILES_N[-1])
 

@@ -60,7 +60,7 @@ def why_not_compiler(target: Target) -> str | None:
 def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
     """Tile, stages and memory of both GEMMs for ``num_tokens``."""
     fmt = problem.activation_format
-    tile_n = choose_tile_n(num_tokens, problem.top_k, problem.num_experts)
+    tile_n = choose_tile_n(num_tokens, problem.top_k, problem.global_num_experts)
     gemm = plan_gemm(fmt, tile_n, choose_cta_group(fmt, tile_n))
     return KernelPlan(
         "sm107",

@@ -87,6 +87,13 @@ def test_tile_choice(tokens, tile):
     assert choose_tile_n(tokens, 8, 128) == tile
 
 
+def test_a_rank_expects_the_whole_models_share_of_tokens():
+    """512 tokens, 8 choices, 256 experts: 16 each, however many of them a rank holds."""
+    for local in (32, 256):
+        layer = problem(num_experts=local, global_num_experts=256, top_k=8)
+        assert rules.plan(layer, 512).fields["tile_n"] == 32
+
+
 def problem(**fields):
     base = {"num_experts": 8, "global_num_experts": 8, "top_k": 2, "hidden": 64}
     more = {"weight_format": NVFP4_UE5M3, "activation_format": "nvfp4-ue5m3"}
