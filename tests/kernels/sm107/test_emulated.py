@@ -102,6 +102,18 @@ def test_a_row_alone_equals_that_row_in_a_batch():
         assert torch.equal(alone[0], whole[row])
 
 
+def test_a_row_alone_equals_that_row_among_a_pairs_130():
+    """Another tile, another number of CTAs; the same order of every sum."""
+    case = Case("mxfp4", 130, 1, 160, 96, kind="swigluoai")
+    k = kernel(case)
+    prepared = k.prepare(case.weights())
+    x, ids, weights = case.batch()
+    whole = k.run(prepared, x, ids, weights)
+    for part in (slice(0, 1), slice(127, 130), slice(50, 90)):
+        alone = k.run(prepared, *(t[part] for t in (x, ids, weights)))
+        assert torch.equal(alone, whole[part])
+
+
 def test_atomic_finalize():
     case = SAMPLE[0]
     assert tolerance.relative_l2(run(case, deterministic=False), run(case).astype(float)) < 1e-6
