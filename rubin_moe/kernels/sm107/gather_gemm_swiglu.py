@@ -105,10 +105,10 @@ class GatherGemmSwiglu(GroupedGemm):
     def activate(self, taddr, gate, up, activation):
         """The activation of one feature and 16 tokens, in real units.
 
-        Relative error at most (11 + (1.23 + 2) |alpha gate| + |gate|) 2^-24, so 2^-17 for silu
-        where |gate| <= 32 and 2^-16 for swigluoai's alpha of 1.702: ex2.approx 4 and rcp.approx 2
-        (PTX ISA), five roundings, the exponent's, and gate's own; beside it 2^-24 |up| of up's
-        rounding where beta nearly cancels it.
+        Relative error at most (11 + (1.23 + 2) |alpha gate| + |gate|) 2^-24, so where |gate| <= 27
+        2^-17 for silu and 2^-16 for swigluoai's alpha of 1.702: ex2.approx 4 and rcp.approx 2 (PTX
+        ISA), five roundings, the exponent's, and gate's own; beside it 2^-24 |up| of up's rounding
+        where beta nearly cancels it.
         """
         gate_alpha, gate_bias = gate
         up_alpha, up_bias = up
