@@ -152,13 +152,17 @@ def _interleaved(s: Subject) -> Verdict:
     return "missed", f"{run} copies in a row before an MMA; one K block needs {block}"
 
 
+SEEN = "N at bit 17 at run time"
+UNSEEN = "; a pair's shifted view of tokens and their compact scales are not to be seen here"
+
+
 def _swap_ab(s: Subject) -> Verdict:
     if not any(m.runtime_n for m in s.facts.mmas):
         return "not applicable", "N is not set at run time"
     if not any(m.shifted_ids for m in s.facts.mmas):
-        return "met", "N at bit 17 at run time; scale ids are constants, none is or-ed in"
+        return "met", f"{SEEN}; scale ids are constants, none is or-ed in{UNSEEN}"
     if all(m.masked_ids for m in s.facts.mmas):
-        return "met", "N at bit 17 at run time, scale ids masked after their shifts"
+        return "met", f"{SEEN}, scale ids masked after their shifts{UNSEEN}"
     return "missed", "N is set at run time, and a scale id is or-ed in without a mask"
 
 

@@ -117,7 +117,8 @@ def test_runtime_n_as_the_compiler_leaves_it_and_ids_of_zero():
     )
     assert verdicts(text)[8] == (
         "met",
-        "N at bit 17 at run time; scale ids are constants, none is or-ed in",
+        "N at bit 17 at run time; scale ids are constants, none is or-ed in; a pair's shifted view "
+        "of tokens and their compact scales are not to be seen here",
     )
 
 
