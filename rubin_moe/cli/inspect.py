@@ -149,7 +149,10 @@ def _print(summary: "CheckpointSummary", surveyed: "list[LayerScales]", shard: "
         where = f"TP {shard.tp_size}, EP {shard.ep_size}"
         console.print(f"expert bytes a rank at {where}: {summary.rank_bytes(shard):,}")
     sound = summary.loads and all(s.sound for s in surveyed)
-    console.print("loads" if sound else "does not load")
+    if not any(x.spec or x.faults for x in summary.layers):
+        console.print("does not load: no layer has FP4 experts; `rubin-moe convert` makes them")
+    else:
+        console.print("loads" if sound else "does not load")
 
 
 def _print_layers(console: Any, summary: "CheckpointSummary") -> None:

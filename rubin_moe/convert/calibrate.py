@@ -83,8 +83,10 @@ def calibrate(
     """
     try:
         content = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConvertError(f"calibration text {text}: {e}") from None
+    except UnicodeDecodeError as e:
+        raise ConvertError(f"calibration text {text}: no UTF-8 at byte {e.start}") from None
+    except OSError as e:
+        raise ConvertError(f"calibration text {text}: {e.strerror}") from None
     model, ids = _load(source, content)
     watch = _Watch(model)
     with torch.inference_mode(), watch:

@@ -60,6 +60,7 @@ class _Planner:
             )
 
     def plan(self) -> Plan:
+        self._check_excludes()
         linears = Linears(self.checkpoint, self.options, self._linear_dialect())
         groups = {m: self._module(j) for m, j in self.jobs.items()}
         bundles: list[Bundle] = []
@@ -84,6 +85,18 @@ class _Planner:
             calibration="" if self.calibration is None else self.calibration.digest(),
             notes=tuple(self.notes),
         )
+
+    def _check_excludes(self) -> None:
+        """A misspelt entry would leave nothing as it is."""
+        others = {e.name.rpartition(".")[0] for e in self.checkpoint if parse(e.name) is None}
+        modules = others.union(self.layers)
+        for entry in self.options.exclude:
+            one = Patterns((entry,))
+            if not any(one.match(module) for module in modules):
+                raise ConvertError(
+                    f"exclude {entry!r} matches no module; experts are one, such as "
+                    f"{next(iter(self.layers), 'none')}"
+                )
 
     # -- modules of experts ----------------------------------------------------------------------
 

@@ -180,7 +180,10 @@ class Checkpoint:
         self.tensors: dict[str, TensorEntry] = {}
         for file in self.files:
             if not file.is_file():
-                raise CheckpointError(f"{file.name}: named by the index, not in the folder")
+                why = (
+                    "no regular file" if index is None else "named by the index, not in the folder"
+                )
+                raise CheckpointError(f"{file.name}: {why}")
             for name, entry in read_header(file).items():
                 if name in self.tensors:
                     other = self.tensors[name].file.name
@@ -287,5 +290,5 @@ def _files_without_index(folder: Path) -> list[str]:
     if not files:
         pickles = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl")]
         more = f"; {', '.join(sorted(pickles)[:3])} would run code when read" if pickles else ""
-        raise CheckpointError(f"{folder.name}: no safetensors files{more}")
+        raise CheckpointError(f"{folder.name or folder}: no safetensors files{more}")
     return files

@@ -38,6 +38,8 @@ class Shard:
             ("TP", self.tp_rank, self.tp_size),
             ("EP", self.ep_rank, self.ep_size),
         ):
+            if size < 1:
+                raise CheckpointError(f"{kind} size {size}: expected 1 or more")
             if not 0 <= rank < size:
                 raise CheckpointError(f"{kind} rank {rank} is not within 0..{size - 1}")
 

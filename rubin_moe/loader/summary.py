@@ -128,7 +128,7 @@ def summarize(checkpoint: ModelCheckpoint) -> CheckpointSummary:
             if found is not None:
                 exclusions[found] += 1
     return CheckpointSummary(
-        name=checkpoint.folder.name,
+        name=checkpoint.folder.resolve().name,
         files=len(checkpoint.files),
         tensors=len(checkpoint.tensors),
         nbytes=sum(e.nbytes for e in checkpoint),

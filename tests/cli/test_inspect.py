@@ -101,3 +101,11 @@ def test_tp_sizes_are_told_apart_by_padding(tmp_path):
     source = layer("nvfp4-ue4m3", intermediate=96)
     found = run(folder(source, Style()).write(tmp_path / "a"))
     assert "TP sizes: 1, 2, 3, 6; with padding 4-5" in found.output
+
+
+def test_a_checkpoint_without_fp4_experts_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_dense(tmp_path / "a", "bf16"))
+    found = run(".")
+    assert found.exit_code == 1
+    assert found.output.startswith("a: ")
+    assert "does not load: no layer has FP4 experts" in found.output

@@ -39,7 +39,14 @@ CALLS = {
     "eval --show other.json": "no result of eval, it has no 'text'",
     "eval --show .": "no result file",
     "convert none out --to bf16": "does not exist",
-    "convert . out --to bf16": "no safetensors files",
+    "convert . out --to bf16": ".: no safetensors files",
+    "convert ROOT/models/kjv/bf16 out --to mxfp4 --exclude mpl.experts": "matches no module",
+    "convert ROOT/models/kjv/bf16 out --to nvfp4-ue4m3 --calibrate binary.ptx": "no UTF-8 at byte",
+    "convert ROOT/models/kjv/bf16 out --to nvfp4-ue4m3 --calibrate none": "none: No such file",
+    "inspect .": ".: no safetensors files",
+    "inspect /dev/null": "null: no regular file",
+    "inspect ROOT/models/kjv/mxfp4 --tp 0": "TP size 0: expected 1 or more",
+    "diff . none": ".: no safetensors files",
 }
 
 

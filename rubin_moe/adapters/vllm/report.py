@@ -35,6 +35,11 @@ class ServingReport:
         self._reasons |= selection.reasons
         for note in spec.notes:
             self._notes[note] = None
+        if spec.intermediate % p.intermediate:
+            self._notes[
+                f"an expert width of {spec.intermediate} does not come out even: {p.intermediate} "
+                f"a rank, zeros where it is padded"
+            ] = None
         if spec.scheme != "w4a16" and p.activation_format == "16bit":
             self._notes[
                 f"the checkpoint is {spec.scheme.upper()}; backend {selection.backend} reads "

@@ -1,10 +1,17 @@
 """A sample of the grid; `scripts/sm107_grid.py` runs all of it."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from .grid import GridCase, GridProblem, cases
 from .layers import emulator
 
+ROOT = Path(__file__).parents[3]
+FIELDS = (
+    "fmt", "tokens", "experts", "routing", "hidden", "intermediate", "activation", "cta_group"
+)  # fmt: skip
 SAMPLE = [
     GridCase("nvfp4-ue4m3", 23, 9, "some_empty", 352, 352),
     GridCase("nvfp4-ue4m3", 129, 1, "all", 352, 352, "swigluoai", 2),
@@ -18,6 +25,7 @@ SAMPLE = [
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_accumulators_are_exact_and_codes_follow(case):
+    """Field report 99: every accumulator, bit for bit; a share of right rows is no pass."""
     problem = GridProblem(case)
     out = problem.run(emulator())
     equal, accumulators = problem.accumulators_equal(out)
@@ -42,6 +50,18 @@ def test_every_schedule_gives_the_same_bytes(case, seed):
 
 def test_the_sample_is_of_the_grid():
     assert set(SAMPLE) <= set(cases())
+
+
+def test_the_recorded_grid_is_of_equal_accumulators():
+    """Field report 99: no row of the record passed with a share."""
+    result = json.loads((ROOT / "docs/results/sm107_grid.json").read_text())
+    known = {tuple(getattr(case, field) for field in FIELDS) for case in cases()}
+    assert result["cases"] == f"{len(result['rows'])} of {len(known)}"
+    for row in result["rows"]:
+        assert tuple(row[name] for name in ("format", *FIELDS[1:])) in known
+        assert row["status"] == "passed", row
+        assert row["accumulators_bit_equal"] == row["accumulators"] > 0, row
+        assert row["seeds_equal"] == row["seeds"], row
 
 
 def test_a_changed_weight_is_seen():
