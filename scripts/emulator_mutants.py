@@ -175,9 +175,12 @@ def main(
                 try:
                     results.append(futures[subject.name].result())
                     break
-                except Exception as error:  # an address of the launch may be taken
+                except Exception as error:
                     if "fresh process" not in str(error) or attempt == ATTEMPTS - 1:
-                        raise
+                        print(f"{subject.name}: {type(error).__name__}: {error}", flush=True)
+                        results.append({"name": subject.name, "rows": [], "unsound": str(error)})
+                        break
+                    # an address of the launch is taken in that process
                     futures[subject.name] = pool.submit(
                         examine, paths[subject.name], subject.name, quota, mode,
                         again.get(subject.name),

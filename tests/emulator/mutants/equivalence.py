@@ -402,8 +402,12 @@ def independent_copy(bench: Bench, mutation: Mutation) -> str:
         patch.object(tcgen05_mma, "decode_mma", recording(tcgen05_mma.decode_mma)),
     ):
         bench.run(bench.load(bench.entry), SEEDS[0])
-    copies = [place for op in set(ops[mutation.index]) for place in op.writes()]
-    products = [p for op in set(ops[later]) for p in (*op.reads(), *op.writes())]
+
+    def unique(site: int) -> list[Any]:
+        return list({id(op): op for op in ops[site]}.values())
+
+    copies = [place for op in unique(mutation.index) for place in op.writes()]
+    products = [p for op in unique(later) for p in (*op.reads(), *op.writes())]
     if not copies or not products or any(meet(a, b) for a in copies for b in products):
         return ""
     return "the copy writes no column that the product reads or writes: they have no order"
