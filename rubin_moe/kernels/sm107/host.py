@@ -162,7 +162,7 @@ class Sm107Kernel:
             kernel,
             self._ctas(total, kernel),
             [
-                x.contiguous(), dec, weights, codes, scales,
+                _aligned(x), dec, weights, codes, scales,
                 hidden // self.operands.sf_vec, scales.shape[1], total,
             ],
         )  # fmt: skip
@@ -289,6 +289,12 @@ def _activation(activation: Activation, device: torch.device) -> Tensor:
     silu = activation.kind == "silu"
     slope, beta = (1.0, 0.0) if silu else (activation.alpha, activation.beta)
     return torch.tensor([limit, slope, beta], dtype=torch.float32, device=device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous from a multiple of 16 bytes on, as it is loaded; a copy where it is not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -90,6 +90,19 @@ def test_a_nan_of_a_token_is_its_result_and_nobody_elses(fmt):
     assert torch.equal(got[keep], clean[keep])
 
 
+def test_views_of_other_memory():
+    """Strided, and from an address on that 16 bytes do not divide."""
+    case = Case("nvfp4-ue5m3", 5, 3, 48, 48)
+    k = kernel(case)
+    prepared, (x, ids, weights) = k.prepare(case.weights()), case.batch()
+    expected = k.run(prepared, x, ids, weights)
+    view = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    assert view.data_ptr() % 16
+    out = torch.empty(5, 96)[:, ::2]
+    k.run(prepared, view, *(t.T.contiguous().T for t in (ids.int(), weights)), out=out)
+    assert torch.equal(out, expected)
+
+
 def unequal(case: Case) -> ExpertWeights:
     """Input scales of the experts up to twice the smallest."""
     weights = case.weights()
