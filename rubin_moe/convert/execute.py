@@ -12,6 +12,7 @@ from rubin_moe.convert.output import (
     Span,
     encode,
     expert_parts,
+    keeps,
     reciprocal,
     stores_divisor,
 )
@@ -88,6 +89,7 @@ def _expert(source: Source, group: ExpertGroup, options: Options, tally: Tally) 
             parts["input_dec"] = torch.tensor(group.inputs[name])
         if not shape.dec and "dec" in parts and float(parts["dec"]) != 1:
             raise ConvertError(f"{group}.{name}: a global scale {float(parts['dec'])} remains")
+        tally.moved += shape.dec and not keeps(job.dialect, parts["dec"])
         for out, tensor in encode(job.dialect, shape, parts):
             yield Piece(out, 0, tensor)
 

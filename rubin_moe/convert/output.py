@@ -127,6 +127,13 @@ def reciprocal(value: "Tensor") -> "Tensor":
     return torch.tensor(best)
 
 
+def keeps(dialect: Dialect, dec: "Tensor") -> bool:
+    """Whether a global scale is read back from ``dialect`` to the bit."""
+    if not stores_divisor(dialect):
+        return True
+    return float(reciprocal(reciprocal(dec))) == float(dec)
+
+
 def encode(
     dialect: Dialect, shape: Shape, parts: "dict[Part, Tensor]"
 ) -> Iterator[tuple[str, "Tensor"]]:

@@ -10,6 +10,7 @@ from rubin_moe.convert.output import BY_NAMES, FORMATS, OutTensor, Shape, Stacke
 from rubin_moe.convert.plan import Bundle, CopyGroup, ExpertGroup, ModuleJob, Plan, lay_out
 from rubin_moe.convert.recode_rules import keeps_dec, why_not
 from rubin_moe.errors import CheckpointError, ConvertError
+from rubin_moe.formats.spec import is_nvfp4
 from rubin_moe.loader.checkpoint import TensorEntry
 from rubin_moe.loader.dialect import Dialect, Reading, Stacking
 from rubin_moe.loader.dialects import NotFp4
@@ -61,6 +62,7 @@ class _Planner:
 
     def plan(self) -> Plan:
         self._check_excludes()
+        self._check_fold()
         linears = Linears(self.checkpoint, self.options, self._linear_dialect())
         groups = {m: self._module(j) for m, j in self.jobs.items()}
         bundles: list[Bundle] = []
@@ -97,6 +99,15 @@ class _Planner:
                     f"exclude {entry!r} matches no module; experts are one, such as "
                     f"{next(iter(self.layers), 'none')}"
                 )
+
+    def _check_fold(self) -> None:
+        """What is asked for is done or refused."""
+        nvfp4 = any(j.spec is not None and is_nvfp4(j.spec.fmt) for j in self.jobs.values())
+        if self.options.fold is not None and (not nvfp4 or self.options.target == "bf16"):
+            raise ConvertError(
+                f"fold {self.options.fold!r}: folding is from NVFP4 experts to NVFP4, and "
+                f"there is nothing to fold"
+            )
 
     # -- modules of experts ----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rubin_moe.convert.options import Options
-from rubin_moe.convert.output import Piece, Shape, Span, encode
+from rubin_moe.convert.output import Piece, Shape, Span, encode, keeps
 from rubin_moe.convert.plan import ExpertGroup, Group
 from rubin_moe.convert.recode_rules import fold_mode
 from rubin_moe.convert.source import Source
@@ -72,7 +72,9 @@ def rescale(
         if not renamed:
             folded = fold_scales(sf, g, job.spec.fmt, job.fmt, mode, where)
         lines.append(fold_entry(group.expert, name, g, folded))
-        for out, tensor in encode(job.dialect, shape, _parts(source, tensors, shape, folded)):
+        parts = _parts(source, tensors, shape, folded)
+        tally.moved += shape.dec and not keeps(job.dialect, parts["dec"])
+        for out, tensor in encode(job.dialect, shape, parts):
             yield Piece(out, 0, tensor)
         if not shape.dec and folded.alpha != 1:
             raise ConvertError(f"{where}: a global scale {folded.alpha} remains")

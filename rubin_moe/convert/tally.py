@@ -17,6 +17,8 @@ class Tally:
         experts: converted; blocks: block scales of theirs; rerounded, flushed, saturated: of
             those, as in `loader.fold_report.FoldEntry`; max_rel_err: largest relative error of a
             recoded scale.
+        moved: global scales that come back one unit in the last place off, since their output
+            stores reciprocals.
         squared_error, squared_sum: of quantized 16-bit or FP8 weights against the original, and of
             the original: their ratio is the noise to signal ratio.
         non_finite: copied tensors that hold NaN or infinity in the source.
@@ -27,6 +29,7 @@ class Tally:
     rerounded: int = 0
     flushed: int = 0
     saturated: int = 0
+    moved: int = 0
     max_rel_err: float = 0.0
     squared_error: float = 0.0
     squared_sum: float = 0.0
@@ -59,7 +62,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         """Adds another's counts."""
-        for field in ("experts", "blocks", "rerounded", "flushed", "saturated"):
+        for field in ("experts", "blocks", "rerounded", "flushed", "saturated", "moved"):
             setattr(self, field, getattr(self, field) + getattr(other, field))
         self.squared_error += other.squared_error
         self.squared_sum += other.squared_sum
@@ -87,8 +90,13 @@ class Tally:
                 f"{self.rerounded:,} scales re-rounded, {self.flushed:,} flushed, "
                 f"{self.saturated:,} saturated, largest relative error {self.max_rel_err:.3g}"
             )
-        elif self.blocks and not self.squared_sum:
+        elif self.blocks and not self.squared_sum and not self.moved:
             found.append("lossless")
+        if self.moved:
+            found.append(
+                f"{self.moved} global scales have no float32 reciprocal: one unit in the last "
+                "place off"
+            )
         for name in self.non_finite[:8]:
             found.append(f"copied with NaN or infinity, as the source has it: {name}")
         return found

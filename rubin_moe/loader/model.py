@@ -90,7 +90,7 @@ def _size(
 ) -> int:
     value = _first(places, keys)
     if type(value) is not int or value <= 0:
-        name = model_type or "params.json"
+        name = model_type or "config without model_type"
         found = "" if value is None else f", found {value!r}"
         raise ConfigError(f"{name}: no {what} under any of {', '.join(keys)}{found}")
     return value

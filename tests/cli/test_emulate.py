@@ -65,6 +65,19 @@ def test_trap_exits_with_1_and_names_the_line(tmp_path: Path) -> None:
     assert "line 10" in result.stderr
 
 
+def test_rules_end_a_race_or_list_it(tmp_path: Path) -> None:
+    """Every warp writes the first word."""
+    path = str(tmp_path / "race.launch")
+    _save(tmp_path / "race.launch", "ld.param.u64 %d0, [x]; st.global.u32 [%d0+256], %r0;")
+    assert _emulate(path).exit_code == 1  # outside the buffer
+    _save(tmp_path / "race.launch", "ld.param.u64 %d0, [x]; st.global.u32 [%d0], %r0;")
+    assert _emulate(path).exit_code == 0
+    enforced, listed = _emulate(path, "--rules", "enforce"), _emulate(path, "--rules", "report")
+    assert (enforced.exit_code, listed.exit_code) == (1, 0)
+    assert "order: " in enforced.stderr
+    assert "error: kernel negate" in listed.stdout
+
+
 def test_refusals_exit_with_2(tmp_path: Path) -> None:
     _save(tmp_path / "odd.launch", "brx.idx %r1, somewhere;")
     unknown = _emulate(str(tmp_path / "odd.launch"))

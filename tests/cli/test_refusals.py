@@ -43,6 +43,8 @@ CALLS = {
     "convert ROOT/models/kjv/bf16 out --to mxfp4 --exclude mpl.experts": "matches no module",
     "convert ROOT/models/kjv/bf16 out --to nvfp4-ue4m3 --calibrate binary.ptx": "no UTF-8 at byte",
     "convert ROOT/models/kjv/bf16 out --to nvfp4-ue4m3 --calibrate none": "none: No such file",
+    "convert ROOT/models/kjv/bf16 out --to mxfp4 --fold full": "there is nothing to fold",
+    "convert ROOT/models/kjv/nvfp4-ue4m3 out --to bf16 --fold full": "there is nothing to fold",
     "inspect .": ".: no safetensors files",
     "inspect /dev/null": "null: no regular file",
     "inspect ROOT/models/kjv/mxfp4 --tp 0": "TP size 0: expected 1 or more",

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import rubin_moe
 from rubin_moe.convert.options import Options
@@ -43,7 +43,8 @@ def assert_loads(path):
 def test_fp4_becomes_nvfp4_without_loss(tmp_path, name, target):
     """Folds in mode exact and casts of MXFP4 keep every value."""
     source, layer = write_fp4(tmp_path / "a", name, bias=name == "gpt_oss")
-    outcome = run(source, tmp_path / "b", target, fold="exact")
+    fold = None if name in MXFP4 else "exact"
+    outcome = run(source, tmp_path / "b", target, fold=fold)
     assert_equal(decoded(tmp_path / "b"), of_layer(layer))
     assert outcome.tally.rerounded == 0
     spec = assert_loads(tmp_path / "b")
@@ -240,3 +241,31 @@ def test_a_source_that_is_not_finite_is_named(tmp_path):
     with pytest.raises(Exception, match=r"experts\.2\.up.*NaN"):
         run(bad, tmp_path / "b", "nvfp4-ue4m3")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_global_scales_that_have_no_reciprocal_are_counted(tmp_path, moved):
+    """compressed-tensors stores ``1 / g``: where no float32 has g as its reciprocal, one unit in
+    the last place is lost, and "lossless" is not said."""
+    source, _ = write_fp4(tmp_path / "a", "modelopt")
+    if moved:
+        tensors = load_file(source / "model.safetensors")
+        name = "model.layers.0.mlp.experts.2.up_proj.weight_scale_2"
+        tensors[name] = torch.tensor(_without_reciprocal())
+        save_file(tensors, source / "model.safetensors")
+    outcome = run(source, tmp_path / "b", "nvfp4-ue4m3", names="compressed-tensors")
+    assert outcome.tally.moved == int(moved)
+    said = " ".join(outcome.tally.lines())
+    assert ("lossless" in said) != moved
+    assert ("1 global scales have no float32 reciprocal" in said) == moved
+
+
+def _without_reciprocal() -> float:
+    """A float32 near 0.0145 that is the rounded reciprocal of no float32."""
+    values = np.linspace(0.0144, 0.0146, 64, dtype=np.float32)
+    for value in values:
+        near = np.float32(1 / np.float64(value))
+        beside = [np.nextafter(near, np.float32(d)) for d in (0, np.inf)]
+        if all(np.float32(1 / np.float64(t)) != value for t in (near, *beside)):
+            return float(value)
+    raise AssertionError("none among them")
