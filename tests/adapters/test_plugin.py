@@ -36,6 +36,7 @@ def test_a_checkpoint_is_taken_over_only_when_asked(config_class: Any) -> None:
 
 
 def test_another_vllm_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field report 109."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     from rubin_moe.adapters.vllm import compat, plugin

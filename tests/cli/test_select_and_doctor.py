@@ -89,6 +89,7 @@ def test_plan_of_a_named_backend_gives_its_reason():
 
 @pytest.mark.parametrize("where", ["8.0", "8.9", "9.0", "10.0", "10.3", "10.7", "12.0", "12.1"])
 def test_every_capability_is_answered_with_a_backend_or_all_reasons(where):
+    """Field report 106."""
     result = run("select", "gpt-oss-20b", "--target", where)
     if result.exit_code == 0:
         names = result.stdout

@@ -191,6 +191,7 @@ def test_a_problem_of_another_dtype_is_another_kernel(case):
 
 
 def test_the_plan_states_the_workspace():
+    """Field report 89."""
     p = dataclasses.replace(
         problem(problems.layer(7, "mxfp4", 4, 64, 32)), hidden=7168, intermediate=2048, top_k=8
     )

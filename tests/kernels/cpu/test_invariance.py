@@ -66,6 +66,7 @@ def test_openmp_runs_the_function_on_every_thread():
 
 
 def test_chunks_change_nothing(case, monkeypatch):
+    """Field report 88: more tokens than a workspace holds."""
     ids, weights = problems.routing(2, "some_missing", 33, 6, 3)
     x = case.inputs(33)
     expected = case.run(x, ids, weights)
