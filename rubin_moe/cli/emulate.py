@@ -15,6 +15,9 @@ app = typer.Typer()
 def emulate(
     path: Annotated[Path, typer.Argument(help="a .launch file", exists=True, dir_okay=False)],
     seed: Annotated[int | None, typer.Option(help="delay asynchronous operations by it")] = None,
+    rules: Annotated[
+        str | None, typer.Option(help="enforce: stop at a broken rule; report: list them")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     picture: Annotated[Path | None, typer.Option(help="PNG of the memory maps")] = None,
     memory: Annotated[
@@ -27,7 +30,7 @@ def emulate(
     from rubin_moe.emulator.saved import SavedLaunch
 
     try:
-        report, buffers = SavedLaunch.load(path).run(seed)
+        report, buffers = SavedLaunch.load(path).run(seed, rules=rules)
     except EmulationError as error:
         typer.echo(f"{error.outcome}: {error}", err=True)
         raise typer.Exit(1) from None

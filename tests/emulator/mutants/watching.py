@@ -20,6 +20,10 @@ from tests.emulator.mutants.trial import Bench
 
 #: Schedules under which a kernel is looked at.
 SEEDS = (1, 2)
+#: Families that touch nothing but the warp's own registers.
+REGISTERS = {"integer", "bits", "float", "special_function", "compare", "move", "convert_integer",
+              "convert_float", "convert_small", "warp_shuffle", "warp_vote", "warp_elect",
+              "warp_mask", "sleep"}  # fmt: skip
 
 
 @contextmanager
