@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.isa.register_fence import predecessors
 from rubin_moe.emulator.lower import branch_target, lower
 from rubin_moe.emulator.ptx.ast import Imm
@@ -23,7 +24,10 @@ Argument = Callable[[Bench, Mutation], str]
 def proof(bench: Bench, mutation: Mutation) -> str:
     """Why the mutant is equivalent, or "" where there is no such argument."""
     for argument in ARGUMENTS:
-        found = argument(bench, mutation)
+        try:
+            found = argument(bench, mutation)
+        except EmulatorError:  # the kernel does not run with the probe in it
+            continue
         if found:
             return found
     return ""
@@ -114,6 +118,25 @@ def repeated_publication(bench: Bench, mutation: Mutation) -> str:
     )
 
 
+def nothing_initialised(bench: Bench, mutation: Mutation) -> str:
+    """fence.mbarrier_init with no mbarrier.init on any way back to the same fence or the start."""
+    ins = bench.entry.instructions[mutation.index]
+    if mutation.operator != "drop fence" or "mbarrier_init" not in ins.parts:
+        return ""
+    lowered = lower(bench.entry, deferred=True, checked=True)
+    before = predecessors(lowered)
+    seen, todo = {mutation.index}, list(before[mutation.index])
+    while todo:
+        at = todo.pop()
+        if at in seen or bench.entry.instructions[at].opcode == ins.opcode:
+            continue
+        seen.add(at)
+        todo += before[at]
+        if lowered.families[at].name == "mbarrier_init":
+            return ""
+    return "no mbarrier.init leads to the fence since the last one: it has nothing to publish"
+
+
 def empty_release(bench: Bench, mutation: Mutation) -> str:
     """fence.release before which nothing has been written that it could publish."""
     ins = bench.entry.instructions[mutation.index]
@@ -139,6 +162,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     second_fence,
     second_barrier,
     repeated_publication,
+    nothing_initialised,
     empty_release,
     observed.last_wait,
     observed.first_phase,
