@@ -101,9 +101,15 @@ def examine(
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The counts that matter."""
+    from tests.emulator.mutants.survivors import reason
+
     equivalent = [r for r in rows if r.get("equivalent")]
     caught = [r for r in rows if r["caught_by"]]
-    survivors = [r for r in rows if not r["caught_by"] and not r.get("equivalent")]
+    survivors = [
+        {"kernel": r["kernel"], "fault": r["fault"], "reason": reason(r["operator"], r["fault"])}
+        for r in rows
+        if not r["caught_by"] and not r.get("equivalent")
+    ]
     operators: dict[str, dict[str, int]] = {}
     for row in rows:
         counts = operators.setdefault(
