@@ -4,8 +4,9 @@
     python scripts/emulator_peers.py [--only TEXT] [--seeds N] [--rules enforce] [--output PATH]
 
 Writes docs/results/emulator_peers.json: one row a kernel, with what `--rules` found under any of
-the seeds (errors end a run; findings by rule and line). The numbers are of the emulator, executed
-on a CPU; nothing in them is a measurement of the architecture they were compiled for.
+the seeds (errors end a run; findings by rule and line). With `--only` it replaces the rows of these
+kernels. The numbers are of the emulator, executed on a CPU; nothing in them is a measurement of the
+architecture they were compiled for.
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ def main(
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "rows": rows,
     }
-    if not only:
+    if only and output.exists():  # these kernels again, the others' rows stay
+        again = {(row["target"], row["kernel"]): row for row in rows}
+        earlier = json.loads(output.read_text())["rows"]
+        result["rows"] = [again.get((row["target"], row["kernel"]), row) for row in earlier]
+    if not only or output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
     if any(row["status"] != "passed" for row in rows):
