@@ -41,7 +41,7 @@ SEEDS = (1, 2, 3, 4)
 LEARN = (1, 2, 3)
 SAMPLE = 40
 #: Kernels of the sample: quick ones of each kind.
-SAMPLED = ("sm_107a-dense_nvfp4_ue4m3_128x64", "sm107 quantize_tokens", "triton matmul_tma",
+SAMPLED = ("sm_107a-dense_nvfp4_ue4m3_128x64", "sm_107a-fc2_finalize", "triton matmul_tma",
            "triton matmul_wgmma")  # fmt: skip
 PACKAGES = ("flashinfer-python", "nvidia-cutlass-dsl", "llvmlite", "numpy")
 ATTEMPTS = 3
