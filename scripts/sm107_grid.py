@@ -13,6 +13,7 @@ emulator; nothing here was measured on an sm_107a device.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +33,8 @@ from tests.kernels.sm107.grid import GridCase, GridProblem, cases, padded_macs  
 
 PACKAGES = ("nvidia-cutlass-dsl", "torch", "numpy", "llvmlite")
 MOST_DIFFERING = 1e-3
+CASE = ("format", "activation", "cta_group", "tokens", "experts", "routing", "hidden",
+        "intermediate")  # fmt: skip
 
 
 def run_case(case: GridCase, seeds: int) -> dict[str, Any]:
@@ -86,12 +89,20 @@ def run_case(case: GridCase, seeds: int) -> dict[str, Any]:
     }
 
 
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Which case a row is of."""
+    return tuple(row[name] for name in CASE)
+
+
 def main(
     only: Annotated[str, typer.Option(help="Run cases whose name contains this.")] = "",
     sample: Annotated[int, typer.Option(help="Run every such case.")] = 1,
     every: Annotated[int, typer.Option(help="Delay operations in every such case.")] = 31,
     seeds: Annotated[int, typer.Option(help="Schedules of those cases.")] = 8,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+    add: Annotated[
+        list[Path] | None, typer.Option(help="Earlier results: rows of other cases are kept.")
+    ] = None,
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/sm107_grid.json",
 ) -> None:
     """Run the grid; exit 1 if any case differs."""
@@ -104,6 +115,9 @@ def main(
     for case, row in zip(chosen, rows, strict=True):
         if row["status"] != "passed":
             typer.echo(f"{case}: {row}")
+    for path in add or ():
+        known = [key(row) for row in rows]
+        rows += [r for r in json.loads(path.read_text())["rows"] if key(r) not in known]
     head = {
         "what": "FC1 and FC2 of kernels/sm107, compiled for sm_107a: accumulators and codes "
         "against float64",
