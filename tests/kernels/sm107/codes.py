@@ -17,15 +17,24 @@ from tests.oracles.quant import (
 
 
 def compare_codes(
-    qdata: np.ndarray, sf: np.ndarray, want: np.ndarray, fmt: str, bound: float
+    qdata: np.ndarray,
+    sf: np.ndarray,
+    want: np.ndarray,
+    fmt: str,
+    bound: float,
+    slack: np.ndarray | None = None,
 ) -> Comparison:
     """Codes ``[rows, bytes]`` and scales of ``want`` float64 ``[rows, n]`` (over the global scale).
+
+    ``slack``: float64 ``[rows, n]``, what an element may be off beside ``bound``, where a sum
+    cancels.
 
     ``max_error``: the largest relative distance to the boundary that a differing scale or element
     (judged with the scale that the kernel chose) would have to be at. ``bound``: what that may be.
     """
     table = SCALES[SCALE_TYPE[fmt]]
     blocks = want.reshape(want.shape[0], -1, BLOCK[fmt])
+    free = (np.zeros_like(want) if slack is None else slack).reshape(blocks.shape)
     top = 448 if fmt == "mxfp8" else 6
     amax = np.abs(blocks).max(axis=-1) / top
     if fmt == "nvfp4-ue4m3":
@@ -39,13 +48,15 @@ def compare_codes(
     else:
         codes = np.stack([qdata & 15, qdata >> 4], axis=-1).reshape(value.shape)
         magnitudes, sign, want_codes = E2M1[:8], 8, encode_e2m1(value)
-    errors = _outside(np.abs(value), codes & (sign - 1), _midpoints(magnitudes))
+    errors = _outside(
+        np.abs(value), codes & (sign - 1), _midpoints(magnitudes), free / table[sf][..., None]
+    )
     wrong_sign = ((codes ^ want_codes) & sign != 0) & (codes & (sign - 1) != 0)
     errors[wrong_sign] = np.inf
     return Comparison(
         codes.size + sf.size,
         int((codes == want_codes).sum() + (sf == want_sf).sum()),
-        float(max(_outside(amax, sf, edges).max(), errors.max())),
+        float(max(_outside(amax, sf, edges, free.max(axis=-1) / top).max(), errors.max())),
         bound,
         f"codes and scales of {fmt}; error: relative distance past a rounding boundary",
     )
@@ -55,10 +66,13 @@ def _midpoints(table: np.ndarray) -> np.ndarray:
     return np.concatenate([[-np.inf], (table[1:] + table[:-1]) / 2, [np.inf]])
 
 
-def _outside(value: np.ndarray, code: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """How far ``value`` lies outside [edges[code], edges[code + 1]], relative to it."""
+def _outside(
+    value: np.ndarray, code: np.ndarray, edges: np.ndarray, free: np.ndarray
+) -> np.ndarray:
+    """How far beyond ``free`` ``value`` lies outside [edges[code], edges[code + 1]], relative to
+    it."""
     index = code.astype(np.int64)
     known = np.minimum(index, edges.size - 2)
     outside = np.maximum(edges[known] - value, value - edges[known + 1])
-    error = np.maximum(outside, 0) / np.maximum(np.abs(value), 2.0**-100)
+    error = np.maximum(outside - free, 0) / np.maximum(np.abs(value), 2.0**-100)
     return np.where(index < edges.size - 1, error, np.inf)

@@ -184,6 +184,21 @@ class GridProblem:
         return self._product(self.h.values, self.w2)
 
     @cached_property
+    def slack(self) -> np.ndarray:
+        """float64 ``[rows, I]``: what rounding a product, a bias and ``up + beta`` to float32 may
+        add where they cancel, over the output's global scale. The derivative of g sigmoid(a g) is
+        at most 1.1."""
+        alpha = np.repeat(self.alpha[self.expert].astype(np.float64), self.case.intermediate, 1)
+        products, bias = self.product13 * alpha, self.bias[self.expert]
+        gate, up = np.split(products + bias, 2, axis=1)
+        limit, slope, beta = (float(np.float32(p)) for p in PARAMETERS[self.case.activation])
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        of_gate, of_up = np.split(np.abs(products) + np.abs(bias), 2, axis=1)
+        error = np.abs(gate * sigmoid(slope * gate)) * (of_up + beta)
+        error += 1.1 * np.abs(up + beta) * of_gate
+        return 2.0**-23 * error / self.dec[self.expert].astype(np.float64)[:, None]
+
+    @cached_property
     def activation(self) -> np.ndarray:
         """In float64 ``[rows, I]``, over the output's global scale."""
         alpha = np.repeat(self.alpha[self.expert].astype(np.float64), self.case.intermediate, 1)
@@ -271,7 +286,7 @@ class GridProblem:
         )
         codes, scales = (p[:, :n].numpy() for p, n in zip(parts, widths, strict=True))
         bound = BOUNDS[self.case.activation]
-        return compare_codes(codes, scales, self.activation, fmt.name, bound)
+        return compare_codes(codes, scales, self.activation, fmt.name, bound, self.slack)
 
     def useful_macs(self) -> int:
         """Of the two GEMMs' accumulators and FC1."""
