@@ -1,7 +1,8 @@
 """CuTe DSL kernels compiled ahead, without a GPU, and kept on disk.
 
 A kernel's key is its name, a hash of the architecture, its constants and the source of every file
-it is made of, and the compiler's version. The cache is safe for processes that start at once (a
+it is made of, and the compiler's version. Those files are found, not listed: its module's and what
+that imports of this package, at any remove. The cache is safe for processes that start at once (a
 file appears whole, by rename) and for a folder that cannot be written (it compiles, and says so
 once). Needs cutlass only to compile: a machine without it serves what the folder holds, by whatever
 version it was compiled.
@@ -9,21 +10,23 @@ version it was compiled.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
 from rubin_moe import envs
-from rubin_moe.errors import ConfigError
+from rubin_moe.errors import ConfigError, RubinMoeError
 from rubin_moe.kernels.launch import CompiledKernel
 
 logger = logging.getLogger(__name__)
@@ -44,21 +47,53 @@ def dsl_version() -> str | None:
     return found
 
 
-@lru_cache(maxsize=8)
-def source_hash(*sources: str) -> str:
-    """SHA-256 of these Python files and packages under `rubin_moe`, and of the rules."""
-    root = Path(__file__).parent.parent
+def sources_of(module: str) -> tuple[Path, ...]:
+    """Files that a module under `rubin_moe` is made of: its own and those of all its imports under
+    `rubin_moe`, also such as stand in a function. A package that only lies on the way to an
+    imported module is left out."""
+    found: dict[str, Path] = {}
+    left = [module]
+    while left:
+        name = left.pop()
+        path = _file_of(name)
+        if name not in found and path is not None:
+            found[name] = path
+            left += _imports(path, name if path.stem == "__init__" else name.rpartition(".")[0])
+    return tuple(found[name] for name in sorted(found))
+
+
+def _file_of(module: str) -> Path | None:
+    """None if it is another project's, or no module but a name in one."""
+    package, *rest = module.split(".")
+    if package != "rubin_moe":
+        return None
+    at = Path(__file__).parents[1].joinpath(*rest)
+    return next((p for p in (at.with_suffix(".py"), at / "__init__.py") if p.is_file()), None)
+
+
+def _imports(path: Path, package: str) -> Iterator[str]:
+    """Names that may be modules."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+@lru_cache(maxsize=32)
+def source_hash(module: str) -> str:
+    """SHA-256 of `sources_of`."""
     digest = hashlib.sha256()
-    for source in sorted({*sources, "arch"}):
-        at = root / source
-        for path in [at] if at.suffix else sorted(at.glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sources_of(module):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def key_of(name: str, arch: str, constants: str, folders: tuple[str, ...], dsl: str) -> str:
+def key_of(name: str, arch: str, constants: str, module: str, dsl: str) -> str:
     """The key described above; ``dsl`` may be a pattern of versions."""
-    text = "\0".join((arch, constants, source_hash(*folders)))
+    text = "\0".join((arch, constants, source_hash(module)))
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:40]}-{dsl}"
 
 
@@ -66,7 +101,7 @@ def compiled(
     name: str,
     arch: str,
     constants: str,
-    folders: tuple[str, ...],
+    module: str,
     block: int,
     smem_bytes: int,
     build: Callable[[], tuple[Any, tuple[Any, ...]]],
@@ -76,14 +111,15 @@ def compiled(
 
     Args:
         constants: everything that the kernel was specialised on, printed.
-        folders: packages and files of the kernel's sources, such as ``kernels/sm107``.
-        build: imports the DSL; returns the jit-able object and example arguments.
+        module: of the device code, such as ``rubin_moe.kernels.sm90.decode``.
+        build: imports the DSL; returns the jit-able object, of a class of ``module``, and example
+            arguments.
 
     Raises:
         ConfigError: it was never compiled here, and the DSL is not installed or too old.
     """
     dsl = dsl_version()
-    key = key_of(name, arch, constants, folders, dsl or "*")
+    key = key_of(name, arch, constants, module, dsl or "*")
     found = _loaded.get(key) or (_read(key) if dsl else _read_any(key))
     if found is None:
         if dsl is None:
@@ -91,7 +127,7 @@ def compiled(
                 f"{name} ({constants}) is not in {_folder()}, and {DSL} is not installed to "
                 f"compile it: {MEND}"
             )
-        ptx, cubin, entry = _compile(arch, build)
+        ptx, cubin, entry = _compile(arch, module, build)
         found = CompiledKernel(name, arch, entry, ptx, cubin, block, smem_bytes, key, cluster)
         _write(found)
     _loaded[key] = found
@@ -101,10 +137,14 @@ def compiled(
 _loaded: dict[str, CompiledKernel] = {}
 
 
-def _compile(arch: str, build: Callable[[], tuple[Any, Any]]) -> tuple[str, bytes, str]:
+def _compile(
+    arch: str, module: str, build: Callable[[], tuple[Any, Any]]
+) -> tuple[str, bytes, str]:
     import cutlass.cute as cute
 
     target, args = build()
+    if type(target).__module__ != module:
+        raise RubinMoeError(f"{type(target).__qualname__} is not of {module}, whose key it gets")
     with tempfile.TemporaryDirectory(prefix="rubin_moe_") as dump:
         options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir={dump}"
         function = cute.compile(target, *args, options=options)

@@ -1,8 +1,11 @@
 """The disk cache of compiled kernels: many processes, folders that cannot be written, keys."""
 
+import ast
+import importlib
 import logging
 import multiprocessing
 import os
+import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -14,7 +17,7 @@ from rubin_moe.kernels import compile_cache
 from rubin_moe.kernels.compile_cache import compiled, key_of
 from rubin_moe.kernels.launch import CompiledKernel
 
-FOLDERS = ("kernels/sm107",)
+MODULE = "rubin_moe.kernels.sm107.mainloop"
 PTX = ".version 9.4\n.entry kernel_0(\n)\n" * 4000
 PROCESSES = 8
 
@@ -35,13 +38,13 @@ class Compiler:
     def __init__(self) -> None:
         Compiler.calls = 0
 
-    def __call__(self, arch, build) -> tuple[str, bytes, str]:
+    def __call__(self, arch, module, build) -> tuple[str, bytes, str]:
         Compiler.calls += 1
         return PTX, b"\x7fELF" + bytes(100_000), "kernel_0"
 
 
 def get(constants: str = "tile 32") -> CompiledKernel:
-    return compiled("kernel", "sm_107a", constants, FOLDERS, 320, 1024, lambda: (None, ()))
+    return compiled("kernel", "sm_107a", constants, MODULE, 320, 1024, lambda: (None, ()))
 
 
 def forget() -> None:
@@ -158,41 +161,93 @@ def test_a_write_that_fails_leaves_no_temporary_file(folder, monkeypatch):
 
 
 def test_everything_that_decides_the_code_is_in_the_key(monkeypatch):
-    def key(name="k", arch="sm_107a", constants="tile 32", folders=FOLDERS, dsl="4.8.1") -> str:
-        return key_of(name, arch, constants, folders, dsl)
+    def key(name="k", arch="sm_107a", constants="tile 32", module=MODULE, dsl="4.8.1") -> str:
+        return key_of(name, arch, constants, module, dsl)
 
     keys = {
         key(),
         key(name="j"),
         key(arch="sm_100a"),
         key(constants="tile 64"),
-        key(folders=("kernels/cute",)),
+        key(module="rubin_moe.kernels.cute.ptx"),
         key(dsl="4.8.2"),
     }
-    monkeypatch.setattr(compile_cache, "source_hash", lambda *folders: "edited")
+    monkeypatch.setattr(compile_cache, "source_hash", lambda module: "edited")
     keys.add(key())
     assert len(keys) == 7
 
 
-def test_the_source_hash_follows_an_edit(tmp_path, monkeypatch):
-    """Field report 103: of the kernel's own files and of nothing else."""
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """A package of this name, found where the installed one was."""
     root = tmp_path / "rubin_moe"
-    (root / "arch").mkdir(parents=True)
-    for name in ("sm107", "sm90", "cpu"):
-        (root / "kernels" / name).mkdir(parents=True)
-    source = root / "kernels" / "sm107" / "mainloop.py"
-    source.write_text("a = 1\n")
+    for path, text in {
+        "__init__.py": "",
+        "arch/__init__.py": "from rubin_moe.arch.sm107 import SM107A\n",
+        "arch/sm107.py": "SM107A = 1\n",
+        "kernels/__init__.py": "",
+        "kernels/registry.py": "",
+        "kernels/sm90/decode.py": "",
+        "kernels/sm107/__init__.py": "",
+        "kernels/sm107/mainloop.py": "import torch\nfrom rubin_moe.arch import SM107A\n"
+        "from . import work\ndef f():\n    import rubin_moe.kernels.cute.ptx as ptx\n",
+        "kernels/sm107/work.py": "from rubin_moe.kernels.sm107 import mainloop\n",
+        "kernels/sm107/host.py": "",
+        "kernels/cute/ptx.py": "",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
     monkeypatch.setattr(compile_cache, "__file__", str(root / "kernels" / "compile_cache.py"))
     compile_cache.source_hash.cache_clear()
-    before = compile_cache.source_hash(*FOLDERS)
-    for other in ("kernels/sm90/decode.py", "kernels/cpu/host.py", "kernels/registry.py"):
-        (root / other).write_text("b = 1\n")
+    yield root
     compile_cache.source_hash.cache_clear()
-    assert compile_cache.source_hash(*FOLDERS) == before
-    source.write_text("a = 2\n")
-    compile_cache.source_hash.cache_clear()
-    assert compile_cache.source_hash(*FOLDERS) != before
-    compile_cache.source_hash.cache_clear()
+
+
+def test_the_source_hash_follows_an_edit(package):
+    """Field report 103: of any file the kernel is made of and of nothing else."""
+
+    def edited(path: str) -> bool:
+        compile_cache.source_hash.cache_clear()
+        before = compile_cache.source_hash(MODULE)
+        with (package / path).open("a") as file:
+            file.write("b = 1\n")
+        compile_cache.source_hash.cache_clear()
+        return compile_cache.source_hash(MODULE) != before
+
+    own = ("kernels/sm107/mainloop.py", "kernels/sm107/work.py", "kernels/cute/ptx.py")
+    assert all(
+        map(edited, (*own, "arch/__init__.py", "arch/sm107.py", "kernels/sm107/__init__.py"))
+    )
+    others = ("kernels/sm90/decode.py", "kernels/sm107/host.py", "kernels/registry.py")
+    assert not any(map(edited, others))
+
+
+ROOT = Path(compile_cache.__file__).parents[1]
+DEVICE_CODE = [path for path in ROOT.glob("kernels/*/*.py") if "@cute.kernel" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", DEVICE_CODE, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_the_sources_are_all_that_python_imports(path, monkeypatch):
+    """No kernel is served that was made of other text: each file of this package that importing
+    the kernel's module executes is in its key, or holds no code."""
+    pytest.importorskip("cutlass")
+    module = ".".join(["rubin_moe", *path.relative_to(ROOT).with_suffix("").parts])
+    for name in [n for n in sys.modules if n.partition(".")[0] == "rubin_moe"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.import_module(module)
+    executed = {
+        Path(str(found.__file__))
+        for name, found in list(sys.modules.items())
+        if name.partition(".")[0] == "rubin_moe"
+    }
+    missing = executed - {ROOT / "__init__.py"} - set(compile_cache.sources_of(module))
+    assert path not in missing
+    assert all(p.name == "__init__.py" and not _code(p) for p in missing), missing
+
+
+def _code(path: Path) -> list[ast.stmt]:
+    """Statements but for docstrings."""
+    return [node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.Expr)]
 
 
 @pytest.mark.parametrize("found", ["4.7.0", "3.9"])

@@ -14,8 +14,6 @@ from rubin_moe.kernels.launch import CompiledKernel
 from rubin_moe.kernels.sm107 import plan as plans
 from rubin_moe.kernels.sm107 import work
 
-SOURCES = ("kernels/cute", "kernels/sm107")
-
 
 def fc1_kernel(plan: plans.GemmPlan) -> CompiledKernel:
     """FC1 for layers of any size, from the cache or compiled now."""
@@ -25,7 +23,9 @@ def fc1_kernel(plan: plans.GemmPlan) -> CompiledKernel:
 
         return GatherGemmSwiglu(plan), _gemm_args(6)
 
-    return _compiled("sm107_gather_gemm_swiglu", f"{plan!r}", plan, build)
+    threads, smem_bytes = plans.THREADS, plan.smem_bytes
+    name, cluster = "gather_gemm_swiglu", plan.cta_group
+    return _compiled(name, f"{plan!r}", threads, smem_bytes, build, cluster)
 
 
 def fc2_kernel(plan: plans.GemmPlan, atomic: bool) -> CompiledKernel:
@@ -36,7 +36,9 @@ def fc2_kernel(plan: plans.GemmPlan, atomic: bool) -> CompiledKernel:
 
         return GemmFinalize(plan, atomic), _gemm_args(5)
 
-    return _compiled("sm107_gemm_finalize", f"{plan!r} {atomic}", plan, build)
+    threads, smem_bytes = plans.THREADS, plan.smem_bytes
+    name, cluster = "gemm_finalize", plan.cta_group
+    return _compiled(name, f"{plan!r} {atomic}", threads, smem_bytes, build, cluster)
 
 
 def quantize_kernel(scale: str, dtype: str) -> CompiledKernel:
@@ -47,8 +49,7 @@ def quantize_kernel(scale: str, dtype: str) -> CompiledKernel:
 
         return QuantizeTokens(scale, dtype), _example_args(5)
 
-    constants = f"{scale} {dtype}"
-    return compiled("sm107_quantize_tokens", SM107A.name, constants, SOURCES, 128, 0, build)
+    return _compiled("quantize_tokens", f"{scale} {dtype}", 128, 0, build)
 
 
 def route_kernel() -> CompiledKernel:
@@ -59,8 +60,7 @@ def route_kernel() -> CompiledKernel:
 
         return RouteTokens(), _example_args(8, 5)
 
-    name, threads, smem_bytes = "sm107_route_tokens", work.THREADS, work.SMEM_BYTES
-    return compiled(name, SM107A.name, "", SOURCES, threads, smem_bytes, build)
+    return _compiled("route_tokens", "", work.THREADS, work.SMEM_BYTES, build, file="front")
 
 
 def sum_kernel(dtype: str) -> CompiledKernel:
@@ -71,17 +71,22 @@ def sum_kernel(dtype: str) -> CompiledKernel:
 
         return SumChoices(dtype), _example_args(2)
 
-    return compiled("sm107_sum_choices", SM107A.name, dtype, SOURCES, 128, 0, build)
+    return _compiled("sum_choices", dtype, 128, 0, build)
 
 
 def _compiled(
     name: str,
     constants: str,
-    plan: plans.GemmPlan,
+    threads: int,
+    smem_bytes: int,
     build: Callable[[], tuple[object, tuple[object, ...]]],
+    cluster: int = 1,
+    file: str | None = None,
 ) -> CompiledKernel:
+    """The kernel of that name in a file of this package, by default of the same name."""
+    module = f"rubin_moe.kernels.sm107.{file or name}"
     return compiled(
-        name, SM107A.name, constants, SOURCES, plans.THREADS, plan.smem_bytes, build, plan.cta_group
+        f"sm107_{name}", SM107A.name, constants, module, threads, smem_bytes, build, cluster
     )
 
 

@@ -21,11 +21,7 @@ from rubin_moe.kernels.sm90.scales import kernel_scales
 from rubin_moe.layouts.fp4_hopper import HopperBlocks
 from rubin_moe.layouts.gate_up import GateUpRows
 
-DEVICE_CODE = (
-    "activate", "decode", "dequant", "finish", "plan", "route", "stream", "wgmma", "wide",
-)  # fmt: skip
-SOURCES = ("kernels/cute", *(f"kernels/sm90/{name}.py" for name in DEVICE_CODE))
-ROUTER_SOURCES = ("kernels/cute", "kernels/sm90/top_k.py", "kernels/sm90/activate.py")
+PACKAGE = "rubin_moe.kernels.sm90"
 MAX_COUNTERS = 32 + 4096
 
 
@@ -251,8 +247,11 @@ def kernel_of(plan: Plan, activation: Activation, bias: bool) -> CompiledKernel:
         assert isinstance(plan, DecodePlan)
         return DecodeMoe(plan, activation, bias), args
 
-    name, constants = "sm90_wide" if wide else "sm90_decode", f"{plan!r} {activation!r} {bias}"
-    return compiled(name, SM90A.name, constants, SOURCES, plan.threads, plan.smem_bytes, build)
+    name, constants = "wide" if wide else "decode", f"{plan!r} {activation!r} {bias}"
+    return compiled(
+        f"sm90_{name}", SM90A.name, constants, f"{PACKAGE}.{name}", plan.threads, plan.smem_bytes,
+        build,
+    )  # fmt: skip
 
 
 ROUTED_AT_ONCE = 4  # tokens of a block, a warp each
@@ -272,8 +271,8 @@ def router_of(num_experts: int, top_k: int, kind: str, renormalize: bool) -> Com
         return TopK(num_experts, top_k, kind, renormalize, ROUTED_AT_ONCE), args
 
     constants = f"{num_experts} {top_k} {kind} {renormalize} {ROUTED_AT_ONCE}"
-    threads = 32 * ROUTED_AT_ONCE
-    return compiled("sm90_top_k", SM90A.name, constants, ROUTER_SOURCES, threads, 0, build)
+    threads, module = 32 * ROUTED_AT_ONCE, f"{PACKAGE}.top_k"
+    return compiled("sm90_top_k", SM90A.name, constants, module, threads, 0, build)
 
 
 def build(problem: MoEProblem) -> Sm90Kernel:
