@@ -128,28 +128,27 @@ def test_more_elements_than_an_int32_counts():
         assert torch.equal(out[start : start + 5000], expected)
 
 
-@pytest.mark.parametrize(
-    ("tool", "num_tokens"),
-    [
-        ("memcheck", 33),
-        ("memcheck", 200),
-        ("racecheck", 33),
-        pytest.param(
-            "racecheck", 200,
-            marks=pytest.mark.xfail(reason="reports the loader's bulk copies against their reads"),
-        ),
-    ],
-)  # fmt: skip
-def test_the_sanitizer_finds_nothing(tool, num_tokens):
-    """One launch of the decode kernel (33 tokens) or of the wide one, in a process of its own."""
+HERE = Path(__file__).parent
+ONE_LAUNCH = {
+    "decode": f"{HERE / 'test_hw.py'}::test_any_number_of_tokens[33-nvfp4-ue4m3]",
+    "wide": f"{HERE / 'test_hw.py'}::test_any_number_of_tokens[200-nvfp4-ue4m3]",
+    "top_k": f"{HERE / 'test_route.py'}::test_the_best_of_softmax[True-128-8-dtype0-gpu]",
+    "triton": f"{HERE.parent / 'triton' / 'test_layer.py'}::test_gpt_oss_in_float16[gpu]",
+}
+"""A test that launches the kernel."""
+
+
+@pytest.mark.parametrize("kernel", ONE_LAUNCH)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing(tool, kernel):
+    """In a process of its own."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    case = f"{Path(__file__)}::test_any_number_of_tokens[{num_tokens}-nvfp4-ue4m3]"
     found = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest",
-         "--hw", "-p", "no:cacheprovider", "-v", case],
-        capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[3],
+         "--hw", "-p", "no:cacheprovider", "-v", ONE_LAUNCH[kernel]],
+        capture_output=True, text=True, timeout=300, cwd=HERE.parents[2],
         env=dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:]
