@@ -9,7 +9,7 @@ from rubin_moe.errors import ConfigError
 VARIABLES = {
     "RUBIN_MOE_BACKEND": "name of the one backend to use; refuses to serve if it cannot",
     "RUBIN_MOE_FORBID": "comma-separated backends never to use",
-    "RUBIN_MOE_ACTIVATION_FORMAT": "16bit | nvfp4-ue4m3 | nvfp4-ue5m3 | mxfp8 | int8",
+    "RUBIN_MOE_ACTIVATION_FORMAT": "16bit | nvfp4-ue4m3 | nvfp4-ue5m3 | mxfp8 | fp8-e4m3 | int8",
     "RUBIN_MOE_INPUT_SCALE": "layer | expert: FC1's with nvfp4-ue4m3 activations, the layer's "
     "largest or each expert's own (default layer)",
     "RUBIN_MOE_FOLD": "none | exact | full: fold of global scales at load (default: only where "
@@ -24,7 +24,14 @@ ELSEWHERE = ("RUBIN_MOE_EMULATOR_CACHE", "RUBIN_MOE_DEMO_MODEL", "RUBIN_MOE_VENV
 """Read by the emulator, which imports nothing of this package, and by scripts."""
 
 _VALUES = {
-    "RUBIN_MOE_ACTIVATION_FORMAT": ("16bit", "nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp8", "int8"),
+    "RUBIN_MOE_ACTIVATION_FORMAT": (
+        "16bit",
+        "nvfp4-ue4m3",
+        "nvfp4-ue5m3",
+        "mxfp8",
+        "fp8-e4m3",
+        "int8",
+    ),
     "RUBIN_MOE_INPUT_SCALE": ("layer", "expert"),
     "RUBIN_MOE_FOLD": ("none", "exact", "full"),
     "RUBIN_MOE_DETERMINISTIC": ("0", "1"),

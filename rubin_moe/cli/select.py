@@ -17,7 +17,7 @@ app = typer.Typer()
 Where = Annotated[str, typer.Option(help="cpu, sm_107a, 10.7, or 'here'")]
 Backend = Annotated[str | None, typer.Option(help="the one backend wanted")]
 Activations = Annotated[
-    str, typer.Option(help="16bit, nvfp4-ue4m3, nvfp4-ue5m3, mxfp8, int8, or the target's own")
+    str, typer.Option(help="16bit, nvfp4-ue4m3, nvfp4-ue5m3, mxfp8, fp8-e4m3, int8, or 'auto'")
 ]
 
 

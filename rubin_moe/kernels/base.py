@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from rubin_moe.formats.experts import ExpertWeights
 
-ActivationFormat = Literal["16bit", "nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp8", "int8"]
-"""What the GEMMs read as activations; ``16bit`` is the model's own dtype (W4A16)."""
+ActivationFormat = Literal["16bit", "nvfp4-ue4m3", "nvfp4-ue5m3", "mxfp8", "fp8-e4m3", "int8"]
+"""What the GEMMs read as activations; ``16bit`` is the model's own dtype (W4A16), ``fp8-e4m3`` has
+one scale a token (`formats.fp8_rows`)."""
 InputScale = Literal["layer", "expert"]
 
 

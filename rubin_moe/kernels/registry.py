@@ -39,6 +39,7 @@ ROWS: tuple[Row, ...] = (
     Row("sm90", "sm90"),
     Row("cpu", "cpu"),
     Row("cpu-tcgen05", "cpu_tcgen05"),
+    Row("cpu-wgmma", "cpu_wgmma"),
     Row("triton", "triton", unproven=((8, 0), (8, 6), (8, 9), (9, 0))),
     Row(
         "sm107-emulated",

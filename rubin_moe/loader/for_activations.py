@@ -1,8 +1,9 @@
-"""Stored weights -> weights that one tcgen05 instruction multiplies with an activation format.
+"""Stored weights -> weights that one instruction multiplies with an activation format.
 
-An instruction has one scale type for both operands: NVFP4 activations with UE5M3 scales want UE5M3
-weights, which NVFP4 (UE4M3) and MXFP4 checkpoints become without loss. 16-bit and int8 activations
-take any weights as they are stored.
+A tcgen05 instruction has one scale type for both operands: NVFP4 activations with UE5M3 scales want
+UE5M3 weights, which NVFP4 (UE4M3) and MXFP4 checkpoints become without loss. FP8 activations on
+Hopper want MXFP4: an element times a power of two is exact in E4M3, times an NVFP4 scale it is not.
+16-bit and int8 activations take any weights as they are stored.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +21,12 @@ FIRST_WITHOUT_16_BIT = (10, 0)
 """tcgen05, from sm_100a on, has no 16-bit x FP4 instruction."""
 
 _ANY = ("16bit", "int8")
-_WANTED = {"nvfp4-ue4m3": NVFP4_UE4M3, "nvfp4-ue5m3": NVFP4_UE5M3, "mxfp8": MXFP4}
+_WANTED = {
+    "nvfp4-ue4m3": NVFP4_UE4M3,
+    "nvfp4-ue5m3": NVFP4_UE5M3,
+    "mxfp8": MXFP4,
+    "fp8-e4m3": MXFP4,
+}
 
 
 def default_activations(
@@ -59,8 +65,8 @@ def weight_format_for(stored: BlockFormat, activation_format: str) -> BlockForma
         return wanted
     if is_nvfp4(stored) and wanted == MXFP4:
         raise FoldError(
-            f"{stored} experts stay NVFP4, and mxfp8 activations are multiplied with MXFP4 only; "
-            "nvfp4-ue5m3 activations need no calibration"
+            f"{stored} experts stay NVFP4, and {activation_format} activations are multiplied with "
+            "MXFP4 only; 16bit activations take them, on tcgen05 nvfp4-ue5m3 without calibration"
         )
     raise FoldError(
         f"{activation_format} activations want {wanted} weights with calibrated input scales, and "

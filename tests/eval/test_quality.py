@@ -39,6 +39,7 @@ BANDS = {
     ("nvfp4-ue5m3", "ue5m3", "nvfp4-ue5m3"): 0.045,
     ("mxfp4", "ue8m0", "16bit"): 0.030,
     ("mxfp4", "ue8m0", "mxfp8"): 0.035,
+    ("mxfp4", "ue8m0", "fp8-e4m3"): 0.035,
 }
 
 

@@ -45,6 +45,7 @@ BACKENDS = (
         "cpu-tcgen05",
         (("nvfp4-ue4m3", "nvfp4-ue4m3"), ("nvfp4-ue5m3", "nvfp4-ue5m3"), ("mxfp4", "mxfp8")),
     ),
+    Backend("cpu-wgmma", (("mxfp4", "fp8-e4m3"),)),
     Backend(
         "sm107-emulated",
         (("nvfp4-ue4m3", "nvfp4-ue4m3"), ("nvfp4-ue5m3", "nvfp4-ue5m3"), ("mxfp4", "mxfp8")),

@@ -32,15 +32,17 @@ def test_ue5m3_activations_take_every_checkpoint_without_loss(stored):
 
 
 def test_matching_formats_stay():
-    for stored, activations in ((NVFP4_UE4M3, "nvfp4-ue4m3"), (MXFP4, "mxfp8")):
+    pairs = ((NVFP4_UE4M3, "nvfp4-ue4m3"), (MXFP4, "mxfp8"), (MXFP4, "fp8-e4m3"))
+    for stored, activations in pairs:
         out, _ = fit(random_weights(1, stored.name), activations)
         assert out.fmt == stored
 
 
 def test_what_cannot_be_is_refused_with_the_reason():
     for stored in (NVFP4_UE4M3, NVFP4_UE5M3):
-        with pytest.raises(FoldError, match="experts stay NVFP4, and mxfp8"):
-            weight_format_for(stored, "mxfp8")
+        for wants_mxfp4 in ("mxfp8", "fp8-e4m3"):
+            with pytest.raises(FoldError, match=f"experts stay NVFP4, and {wants_mxfp4}"):
+                weight_format_for(stored, wants_mxfp4)
     for stored in (MXFP4, NVFP4_UE5M3):
         with pytest.raises(FoldError, match="want nvfp4-ue4m3 weights"):
             weight_format_for(stored, "nvfp4-ue4m3")

@@ -42,8 +42,10 @@ def _table_e4m3() -> np.ndarray:
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = _table_e4m3()
 SCALES = {"ue4m3": _table_ue4m3(), "ue5m3": _table_ue5m3(), "ue8m0": _table_ue8m0()}
-SCALE_TYPE = {"nvfp4-ue4m3": "ue4m3", "nvfp4-ue5m3": "ue5m3", "mxfp4": "ue8m0", "mxfp8": "ue8m0"}
+SCALE_TYPE = {"nvfp4-ue4m3": "ue4m3", "nvfp4-ue5m3": "ue5m3"}
+SCALE_TYPE |= {"mxfp4": "ue8m0", "mxfp8": "ue8m0", "fp8-e4m3": "ue8m0"}  # the last: one a row
 BLOCK = {"nvfp4-ue4m3": 16, "nvfp4-ue5m3": 16, "mxfp4": 32, "mxfp8": 32}
+E4M3_ELEMENTS = ("mxfp8", "fp8-e4m3")
 
 
 def unpack_e2m1(packed: np.ndarray) -> np.ndarray:
@@ -92,14 +94,19 @@ def encode_e4m3(values: np.ndarray) -> np.ndarray:
     return nearest_even(np.abs(values), E4M3[:127]) | (np.signbit(values).astype(np.int64) << 7)
 
 
+def _blocks(x: np.ndarray, fmt: str) -> np.ndarray:
+    """``[..., K]`` -> ``[..., scales, elements of one scale]``."""
+    return x.reshape(*x.shape[:-1], -1, BLOCK.get(fmt, x.shape[-1]))
+
+
 def block_scales(x: np.ndarray, fmt: str, dec: float = 1.0) -> np.ndarray:
     """Scale codes of an activation quantizer (design rule of each format), float64 ``[..., K]``."""
-    amax = np.abs(x.reshape(*x.shape[:-1], -1, BLOCK[fmt])).max(-1)
+    amax = np.abs(_blocks(x, fmt)).max(-1)
     if fmt == "nvfp4-ue4m3":
         return nearest_even(amax / 6 / dec, SCALES["ue4m3"][:127])
     if fmt == "nvfp4-ue5m3":
         return round_up(amax / 6, SCALES["ue5m3"][:255])
-    top = 448.0 if fmt == "mxfp8" else 6.0
+    top = 448.0 if fmt in E4M3_ELEMENTS else 6.0
     return round_up(amax / top, SCALES["ue8m0"][:255])
 
 
@@ -114,9 +121,9 @@ def quantize_dequantize(x: np.ndarray, fmt: str, dec: float = 1.0) -> np.ndarray
 def with_scales(x: np.ndarray, codes: np.ndarray, fmt: str, dec: float = 1.0) -> np.ndarray:
     """``x [..., K]`` rounded under given scale codes ``[..., K / block]``."""
     scale = SCALES[SCALE_TYPE[fmt]][codes] * dec
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK[fmt])
+    blocks = _blocks(x, fmt)
     safe = np.where(scale == 0, 1.0, scale)[..., None]
-    if fmt == "mxfp8":
+    if fmt in E4M3_ELEMENTS:
         q = E4M3[encode_e4m3(blocks / safe)]
     else:
         q = E2M1[encode_e2m1(blocks / safe)]

@@ -29,11 +29,12 @@ def bound(
     adds the other factor). Doubled, for second order terms and for summing the experts in fp32.
 
     With quantized activations (``layer.act_fmt``) nothing is rounded to ``dtype`` between the
-    GEMMs; instead an input of FC2 that lies close to a rounding boundary may fall to the other
-    side, which moves it by what `rounding_envelope` says.
+    GEMMs (but for ``fp8-e4m3``, whose scale is known at the end of a row only); instead an input of
+    FC2 that lies close to a rounding boundary may fall to the other side, which moves it by what
+    `rounding_envelope` says.
     """
     u, u32 = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"]
-    between = u if layer.act_fmt is None else u32
+    between = u if layer.act_fmt in (None, "fp8-e4m3") else u32
     w13, w2 = layer.w13.dense(layer.fmt), layer.w2.dense(layer.fmt)
     out = np.zeros((x.shape[0], w2.shape[1]))
     for token, row in enumerate(x.astype(np.float64)):

@@ -19,8 +19,8 @@ from rubin_moe.formats.quantize import dequantize, quantize
 from rubin_moe.formats.spec import FORMATS, BlockFormat
 from rubin_moe.kernels import input_scales
 from rubin_moe.kernels.base import MoEProblem
+from rubin_moe.kernels.by_expert import ExpertByExpert, tiled_product
 from rubin_moe.kernels.cpu_tcgen05.rules import ROWS_PER_TILE
-from rubin_moe.kernels.epilogue import activate
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,11 @@ class Tcgen05Experts:
         return {**stored, "input_dec13": self.input_dec13, "input_dec2": self.input_dec2}
 
 
-class Tcgen05Kernel:
+class Tcgen05Kernel(ExpertByExpert):
     """``ExpertsKernel`` for one layer."""
 
     def __init__(self, problem: MoEProblem) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self.act_fmt: BlockFormat = FORMATS[problem.activation_format]
 
     def prepare(self, weights: ExpertWeights) -> Tcgen05Experts:
@@ -70,59 +70,20 @@ class Tcgen05Kernel:
             first = input_scales.of_layer(weights, self.problem).expand_as(first).clone()
         return Tcgen05Experts(weights, first, second)
 
-    def run(
-        self,
-        prepared: Tcgen05Experts,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        expert_map: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `rubin_moe.kernels.base.ExpertsKernel.run`."""
-        ids = topk_ids.long()
-        if expert_map is not None:
-            ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], ids)
-        total = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in ids.unique().tolist():
-            if expert < 0:
-                continue
-            token, slot = (ids == expert).nonzero(as_tuple=True)
-            weight = topk_weights[token, slot, None]
-            rows = x[token].float()
-            if self.problem.router_weight_on_input:
-                rows = rows * weight
-            y = self._expert(prepared, expert, rows)
-            total.index_add_(0, token, y if self.problem.router_weight_on_input else y * weight)
-        if out is None:
-            return total.to(x.dtype)
-        return out.copy_(total)
-
-    def _expert(self, prepared: Tcgen05Experts, expert: int, rows: Tensor) -> Tensor:
-        """One expert on float32 ``[m, hidden]``."""
-        w = prepared.weights
-        h = self._gemm(rows, w.w13, expert, float(prepared.input_dec13[expert]))
-        act = activate(self.problem.activation, h)
-        return self._gemm(act, w.w2, expert, float(prepared.input_dec2[expert]))
-
-    def _gemm(self, rows: Tensor, proj: ProjectionWeights, expert: int, input_dec: float) -> Tensor:
-        """``[m, K]`` -> ``[m, N]`` in real units, bias added."""
+    def gemm(self, prepared: Tcgen05Experts, rows: Tensor, which: str, expert: int) -> Tensor:
+        """See `ExpertByExpert.gemm`."""
+        proj: ProjectionWeights = getattr(prepared.weights, which)
+        scales = prepared.input_dec13 if which == "w13" else prepared.input_dec2
+        input_dec = float(scales[expert])
         dec = input_dec if self.act_fmt.has_global else None
         q = quantize(rows, self.act_fmt, dec)
         a = dequantize(q.qdata, q.sf, self.act_fmt)
         w = dequantize(proj.qdata[expert], proj.sf[expert], self.problem.weight_format)
-        accumulator = _tiled_product(a, w.T)
+        accumulator = tiled_product(a, w.T, ROWS_PER_TILE)
         n, halves = w.shape[0], proj.dec.shape[1]
         alpha = (proj.dec[expert].double() * input_dec).float()
         result = accumulator * alpha.repeat_interleave(n // halves)
         return result if proj.bias is None else result + proj.bias[expert]
-
-
-def _tiled_product(a: Tensor, w: Tensor) -> Tensor:
-    """``a @ w`` in tiles of a fixed number of rows."""
-    m = a.shape[0]
-    padded = torch.nn.functional.pad(a, (0, 0, 0, -m % ROWS_PER_TILE))
-    return torch.cat([tile @ w for tile in padded.split(ROWS_PER_TILE)])[:m]
 
 
 def build(problem: MoEProblem) -> Tcgen05Kernel:
