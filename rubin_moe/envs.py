@@ -14,7 +14,9 @@ VARIABLES = {
     "largest or each expert's own (default layer)",
     "RUBIN_MOE_FOLD": "none | exact | full: fold of global scales at load (default: only where "
     "block scales are recoded, exact)",
-    "RUBIN_MOE_DETERMINISTIC": "1: bit-equal runs and batch invariance (default 1)",
+    "RUBIN_MOE_DETERMINISTIC": "1: bit-equal runs (default 1)",
+    "RUBIN_MOE_BATCH_INVARIANT": "1: a token's result depends on nothing else in its batch, decode "
+    "or prefill, which costs prefill speed on Hopper (default: vLLM's VLLM_BATCH_INVARIANT)",
     "RUBIN_MOE_CACHE_DIR": "compiled kernels and derived files (default: the user cache folder)",
     "RUBIN_MOE_NUM_THREADS": "threads of the CPU backend (default: torch's own setting)",
 }
@@ -35,6 +37,7 @@ _VALUES = {
     "RUBIN_MOE_INPUT_SCALE": ("layer", "expert"),
     "RUBIN_MOE_FOLD": ("none", "exact", "full"),
     "RUBIN_MOE_DETERMINISTIC": ("0", "1"),
+    "RUBIN_MOE_BATCH_INVARIANT": ("0", "1"),
 }
 
 

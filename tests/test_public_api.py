@@ -22,7 +22,7 @@ API = {
     "rubin_moe.kernels.target:detect": "device",
     "rubin_moe.layers.experts:problem_of": (
         "weights top_k activation dtype activation_format global_num_experts "
-        "router_weight_on_input deterministic"
+        "router_weight_on_input deterministic batch_invariant"
     ),
     "rubin_moe.layers.experts:MoEExperts": "weights problem target backend",
     "rubin_moe.arch:arch": "name",

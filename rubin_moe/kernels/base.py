@@ -35,7 +35,9 @@ class MoEProblem:
         weight_format, activation_format: what the GEMMs multiply.
         dtype: of hidden states: ``bfloat16``, ``float16`` or ``float32``.
         router_weight_on_input: Llama-4: the weight scales the input, top-1 only.
-        deterministic: bit-equal runs and a row independent of its batch.
+        deterministic: bit-equal runs, and a row independent of the others as long as their number
+            stays in one range of the backend's (Hopper: decode, prefill).
+        batch_invariant: a row independent of its batch whatever its size, bit for bit.
         input_scale: of UE4M3 activations of FC1: the layer's largest, or each expert's own
             (`kernels.input_scales`).
     """
@@ -52,6 +54,7 @@ class MoEProblem:
     has_bias: bool = False
     router_weight_on_input: bool = False
     deterministic: bool = True
+    batch_invariant: bool = False
     input_scale: InputScale = "layer"
 
 

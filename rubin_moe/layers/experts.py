@@ -30,6 +30,7 @@ def problem_of(
     global_num_experts: int | None = None,
     router_weight_on_input: bool = False,
     deterministic: bool = True,
+    batch_invariant: bool = False,
 ) -> MoEProblem:
     """The problem that ``weights`` pose, for `MoEExperts`.
 
@@ -49,6 +50,7 @@ def problem_of(
         has_bias=weights.has_bias,
         router_weight_on_input=router_weight_on_input,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -197,6 +199,8 @@ def _check_problem(weights: ExpertWeights, problem: MoEProblem) -> None:
             raise ConfigError(
                 f"{weights.name}: {field} of the weights {have}, of the problem {asked}"
             )
+    if problem.batch_invariant and not problem.deterministic:
+        raise ConfigError(f"{weights.name}: batch invariance asks for deterministic runs")
     if problem.top_k < 1:
         raise ConfigError(f"{weights.name}: top-{problem.top_k}, expected at least one expert")
     last = max(weights.expert_ids, default=-1)

@@ -74,3 +74,10 @@ def test_pinned_versions_are_those_the_plugin_accepts() -> None:
 def test_a_patch_release_and_a_development_build_are_accepted() -> None:
     for text in ("0.26.1", "0.32.0+cpu", "0.33.1.dev7+gabcdef"):
         assert compat.why_not(Version(text)) is None
+
+
+def test_batch_invariance_is_what_vllm_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    for value in ("0", "1"):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        assert compat.batch_invariant() is (value == "1")

@@ -251,6 +251,7 @@ def test_weights_and_problem_must_agree():
         ({"global_num_experts": 4}, "holds expert 7 of a model of 4"),
         ({"top_k": 0}, "top-0, expected at least one expert"),
         ({"router_weight_on_input": True}, "top-1 only, not top-2"),
+        ({"batch_invariant": True, "deterministic": False}, "asks for deterministic runs"),
     ):
         with pytest.raises(ConfigError, match=message):
             MoEExperts(weights, replace(problem, **change), Target("cpu"))

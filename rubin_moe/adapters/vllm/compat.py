@@ -49,6 +49,13 @@ def target() -> Target:
     )
 
 
+def batch_invariant() -> bool:
+    """Whether the user asked vLLM for results that do not depend on the batch."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
 def is_attention(layer: Any) -> bool:
     """Whether ``layer`` holds a key-value cache."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention

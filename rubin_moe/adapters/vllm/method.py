@@ -124,6 +124,7 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
             has_bias=spec.has_bias,
             router_weight_on_input=bool(layer.apply_router_weight_on_input),
             deterministic=envs.flag("RUBIN_MOE_DETERMINISTIC", True),
+            batch_invariant=envs.flag("RUBIN_MOE_BATCH_INVARIANT", compat.batch_invariant()),
             input_scale=cast(
                 InputScale, envs.choice("RUBIN_MOE_INPUT_SCALE", get_args(InputScale))
             ),
