@@ -5,11 +5,17 @@ and g + 8, elements ``16 t .. 16 t + 15``, a word for each four of K. In a word 
 where one mask, rotation or select brings them to a bfloat16's sign, exponent and mantissa
 (`kernels.sm90.dequant`). Scales: two bytes a lane (rows g and g + 8) for blocks of 16; for blocks
 of 32, which two lanes share, ``[t // 2, g, row]``. A tile, 16 rows over all of K, is contiguous.
+
+For FP8 products (``fp8``) a word holds what two byte permutations need (`kernels.sm90.fp8`): the
+magnitudes of row g's four codes in its low nibbles, of row g + 8's in the high ones; the signs of
+row g at bits 7, 15, 23 and 31, of row g + 8 at 3, 11, 19 and 27.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,20 +35,24 @@ _PLACES = (
 )
 
 
+Products = Literal["16bit", "fp8"]
+
+
 @dataclass(frozen=True)
 class HopperBlocks:
     """Codes ``[N, K / 2]`` and scale bytes ``[N, K / sf_vec_size]`` of one expert as ``[N tiles, K
     blocks, 512 + scales]`` bytes, padded with zeros.
 
     Attributes:
-        sf_vec_size: 16 or 32 elements a scale.
+        sf_vec_size: 16 or 32 elements a scale. products: what words are dequantized to.
     """
 
     sf_vec_size: int
+    products: Products = "16bit"
 
     @property
     def key(self) -> str:
-        return f"hopper_blocks_{ROWS}x{BLOCK_K}_{self.sf_vec_size}"
+        return f"hopper_blocks_{ROWS}x{BLOCK_K}_{self.sf_vec_size}_{self.products}"
 
     @property
     def block_bytes(self) -> int:
@@ -69,7 +79,7 @@ class HopperBlocks:
         # tile, row half, g, block, t, word, pair of elements
         q = q.view(tiles, 2, 8, blocks, 4, 4, 2)
         words = torch.zeros((tiles, 8, blocks, 4, 4), dtype=torch.int32, device=q.device)
-        table = _table(q.device)
+        table = _table(self.products).to(q.device)
         for pair in range(4):
             words += (
                 table[pair]
@@ -94,7 +104,9 @@ class HopperBlocks:
         for pair in range(4):
             byte = torch.zeros_like(words)
             for element in range(2):
-                for bit, position in zip((3, 2, 1, 0), _positions(pair, element), strict=True):
+                for bit, position in zip(
+                    (3, 2, 1, 0), _positions(self.products, pair, element), strict=True
+                ):
                     byte |= ((words >> position) & 1) << (bit + 4 * element)
             q[:, pair % 2, ..., pair // 2] = byte.permute(0, 2, 1, 3, 4).to(torch.uint8)
         s = stored[..., CODE_BYTES:]
@@ -116,11 +128,17 @@ def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     return out
 
 
-def _positions(pair: int, element: int) -> list[int]:
+def _positions(products: Products, pair: int, element: int) -> list[int]:
+    """Of a code's sign and magnitude bits, high to low."""
+    if products == "fp8":
+        half, at = pair % 2, 2 * (pair // 2) + element
+        low = 16 * half + 4 * at
+        return [8 * at + (3 if half else 7), low + 2, low + 1, low]
     return [place + 16 * (element ^ int(other)) for place, other in _PLACES[pair]]
 
 
-def _table(device: torch.device) -> Tensor:
+@cache
+def _table(products: Products) -> Tensor:
     """int32 ``[4, 256]``: what a byte (two codes) adds to a word as its pair ``p``."""
     rows = []
     for pair in range(4):
@@ -129,8 +147,9 @@ def _table(device: torch.device) -> Tensor:
             word = 0
             for element in range(2):
                 code = byte >> (4 * element) & 15
-                for bit, position in zip((3, 2, 1, 0), _positions(pair, element), strict=True):
+                places = _positions(products, pair, element)
+                for bit, position in zip((3, 2, 1, 0), places, strict=True):
                     word |= (code >> bit & 1) << position
             row.append(word - (1 << 32) if word >> 31 else word)
         rows.append(row)
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    return torch.tensor(rows, dtype=torch.int32)

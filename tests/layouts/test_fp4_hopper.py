@@ -13,11 +13,11 @@ def matrix(n: int, k: int, vec: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.randint(0, 256, (n, k // vec), dtype=torch.uint8, generator=generator)
 
 
-@pytest.mark.parametrize("vec", [16, 32])
+@pytest.mark.parametrize(("vec", "products"), [(16, "16bit"), (32, "16bit"), (32, "fp8")])
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (1, 32), (40, 96), (33, 320), (0, 64), (16, 0)])
-def test_round_trip(n, k, vec):
+def test_round_trip(n, k, vec, products):
     codes, sf = matrix(n, k, vec)
-    layout = HopperBlocks(vec)
+    layout = HopperBlocks(vec, products)
     stored = layout.pack(codes, sf)
     assert stored.shape == layout.storage_shape((n, k))
     assert stored.shape[-1] == layout.block_bytes
@@ -43,6 +43,22 @@ def test_where_a_code_goes(element):
         rotated = (value << 10 | value >> 22) & 0xFFFFFFFF
         pair = (value << 2) & 0x80C080C0 | rotated & 0x01000100
     assert pair == 0x81C0 << (16 * (element % 2))
+
+
+@pytest.mark.parametrize("row", [3, 11])
+@pytest.mark.parametrize("element", range(64))
+def test_where_a_code_goes_for_fp8(element, row):
+    """The selector of a byte permutation, and a sign that a shift brings over its byte."""
+    codes = torch.zeros(16, 32, dtype=torch.uint8)
+    codes[row, element // 2] = 0xD << (4 * (element % 2))  # sign and 5
+    block = HopperBlocks(32, "fp8").pack(codes, torch.zeros(16, 2, dtype=torch.uint8))[0, 0]
+    words = block[:512].contiguous().view(torch.int32)
+    lane, word = 4 * 3 + element // 16, element % 16 // 4
+    assert words.nonzero().flatten().tolist() == [4 * lane + word]
+    value = int(words[4 * lane + word]) & 0xFFFFFFFF
+    place = element % 4
+    assert (value & 0x77777777) >> (16 * (row > 8)) == 5 << (4 * place)
+    assert (value << (4 * (row > 8))) & 0x80808080 == 0x80 << (8 * place)
 
 
 def test_scales_lie_by_lane():
