@@ -125,6 +125,9 @@ class Emitter:
     def first_read(self, name: str) -> None:
         """A segment reads a register that is in the state block."""
 
+    def multiplied(self, name: str) -> None:
+        """A wgmma reads a register of A."""
+
     def loaded(
         self, items: Sequence[Operand], address: Val, mask: Val, bits: int, space: str
     ) -> None:

@@ -12,7 +12,7 @@ from rubin_moe.emulator.async_ops import AsyncOperation
 from rubin_moe.emulator.isa.handoff import Rows, Slots, UnitSite
 from rubin_moe.emulator.machine import Cluster, LaunchContext, Warp
 from rubin_moe.emulator.order.operations import Knowledge
-from rubin_moe.emulator.state.registers import FIELDS, HEADER_ROWS, LANES
+from rubin_moe.emulator.state.registers import FIELDS, LANES
 
 #: Performs one instruction for the lanes of a mask; False: the warp must wait and try again.
 Handler = Callable[[Warp, int], bool]
@@ -47,12 +47,10 @@ def issuing_lanes(site: UnitSite, warp: Warp, mask: int) -> list[int]:
 
 
 def vector(site: UnitSite, warp: Warp, position: int) -> NDArray[np.uint32]:
-    """A register vector operand, uint32[registers, 32]."""
+    """A register vector operand, uint32[registers, 32]: a view where the plan says so."""
     plan = site.operands[position]
     if isinstance(plan, Rows):
-        if plan.contiguous:
-            return warp.state.rows[plan.rows[0] : plan.rows[0] + len(plan.rows)]
-        return warp.state.rows[list(plan.rows)]
+        return warp.state.rows[plan.index]
     return warp.state.args[plan.first : plan.first + plan.count].astype(np.uint32)
 
 
@@ -60,10 +58,7 @@ def write_vector(site: UnitSite, warp: Warp, position: int, data: NDArray[np.uin
     """Write a register vector operand."""
     plan = site.operands[position]
     assert isinstance(plan, Rows)
-    if plan.contiguous:
-        warp.state.rows[plan.rows[0] : plan.rows[0] + len(plan.rows)] = data
-    else:
-        warp.state.rows[list(plan.rows)] = data
+    warp.state.rows[plan.index] = data
 
 
 def first_slot(site: UnitSite, position: int) -> int:
@@ -117,7 +112,7 @@ def taints(site: UnitSite, warp: Warp, position: int) -> NDArray[np.uint32]:
     plan = site.operands[position]
     if not isinstance(plan, Rows):
         return np.zeros(plan.count, np.uint32)
-    return warp.state.taints[[row - HEADER_ROWS for row in plan.rows]]
+    return warp.state.taints[plan.taints].copy()
 
 
 def argument_tainted(warp: Warp, first: int, count: int, lane: int) -> bool:
@@ -130,7 +125,7 @@ def write_taints(site: UnitSite, warp: Warp, position: int, masks: NDArray[np.ui
     """Set the taints of a register vector; one that is not zero names the site as its origin."""
     plan = site.operands[position]
     assert isinstance(plan, Rows)
-    warp.state.taints[[row - HEADER_ROWS for row in plan.rows]] = masks
+    warp.state.taints[plan.taints] = masks
     if masks.any():
         warp.state.set("poison_site", site.index)
         warp.state.set_wide("poison_address", 0)

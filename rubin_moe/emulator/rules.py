@@ -110,8 +110,8 @@ _ORDER = (
             "read of them lies fence.proxy.async.",
             "order: exit": "A CTA exits after everything that touches its shared memory is over, "
             "and after its warps have seen the last arrival from other CTAs at its mbarriers.",
-            "order: wgmma registers": "Registers of wgmma are read, and those of A overwritten, "
-            "after a wait_group that covers it.",
+            "order: wgmma registers": "Registers of wgmma are read or overwritten after a "
+            "wait_group that covers it, but for reads of A's.",
             "order: mbarrier initialisation": "Between mbarrier.init and its use by another CTA or "
             "an asynchronous operation lie a fence and a barrier.",
         },
@@ -134,8 +134,12 @@ _ORDER = (
             "order: wait::ld": "Registers of tcgen05.ld are read after tcgen05.wait::ld (every "
             "peer kernel reads them before).",
             "order: cp.async proxy fence": "Between cp.async into shared memory and an "
-            "asynchronous read of it lies fence.proxy.async (FlashInfer's gather kernels have "
-            "none).",
+            "asynchronous read of it lies fence.proxy.async (FlashInfer's gather kernels for "
+            "sm_107a have none; before a wgmma it is enforced).",
+            "order: wgmma factors": "Registers of A are read by another instruction after a "
+            "wait_group that covers the wgmma (reading them changes nothing).",
+            "order: wgmma warps": "What a wgmma reads is overwritten after all four warps waited "
+            "for it (CUTLASS hands stages back when one of them has).",
             "order: repeated bulk store": "A warp's bulk store waits for an earlier one to the "
             "same bytes (FlashInfer's masked kernel over two CTAs stores some tiles twice).",
             "order: mbarrier fence": "Between mbarrier.init and an asynchronous operation on it "

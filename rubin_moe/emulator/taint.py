@@ -23,6 +23,7 @@ from rubin_moe.emulator.native import blocks
 from rubin_moe.emulator.native.ir import I1, I32, I64, V32, Val
 from rubin_moe.emulator.native.order import SPACES, access_order
 from rubin_moe.emulator.native.taint import GENERIC, GLOBAL
+from rubin_moe.emulator.order.layout import READS_A, READS_D, WRITES
 from rubin_moe.emulator.ptx.ast import (
     TYPE_BITS,
     Imm,
@@ -80,7 +81,8 @@ class CheckedEmitter(Emitter):
         self._loads = results_by_register(*program, "tmem_load")
         self._products = results_by_register(*program, "wgmma")
         self._factors = results_by_register(*program, "wgmma", sources=True)
-        self._completed: set[tuple[int, int]] = set()  # segment, number of the instruction
+        #: segment, number of the instruction that writes or reads a register, whether it reads it
+        self._completed: set[tuple[int, int, bool]] = set()
 
     # -- taints of operands
     def any_of(self, lanes: Iterable[Val | None]) -> Val | None:
@@ -203,7 +205,7 @@ class CheckedEmitter(Emitter):
     def write(self, operand: Operand, value: Val, signed: bool = False) -> None:
         """As the plain form; the register is defined unless `give` or a rule says otherwise."""
         if isinstance(operand, Reg):
-            self._require_products(self._factors.get(operand.name, ()), 1)
+            self._require_waits_to_write(operand.name)
         super().write(operand, value, signed)
         if isinstance(operand, Reg) and operand.name in self.registers:
             self._wrote.append(operand.name)
@@ -307,22 +309,38 @@ class CheckedEmitter(Emitter):
     def first_read(self, name: str) -> None:
         """Reading a register completes the tcgen05.ld that wrote it."""
         for load in self._loads.get(name, ()):
-            if (self.number, load) not in self._completed:
-                self._completed.add((self.number, load))
+            if (self.number, load, False) not in self._completed:
+                self._completed.add((self.number, load, False))
                 self.set_field("site", self.index)
                 number = self.b.const(load, I32)
                 self.b.call("emu.order_load_read", None, self.S, number)
-        self._require_products(self._products.get(name, ()), 0)
+        self._require_products(self._products.get(name, ()), READS_D)
+        self._require_products(self._factors.get(name, ()), READS_A)
 
-    def _require_products(self, numbers: Sequence[int], write: int) -> None:
+    def multiplied(self, name: str) -> None:
+        """A wgmma reads a register of A, which may be A of others in flight."""
+        self._require_products(self._products.get(name, ()), READS_D)
+
+    def _require_products(self, numbers: Sequence[int], how: int) -> None:
         """Registers of wgmma are about to be touched by another instruction."""
         for product in numbers:
-            if (self.number, product) not in self._completed:
-                self._completed.add((self.number, product))
+            key = self.number, product, how == READS_A
+            if key not in self._completed:
+                self._completed.add(key)
                 self.set_field("site", self.index)
-                arguments = (self.b.const(value, I32) for value in (product, write))
+                arguments = (self.b.const(value, I32) for value in (product, how))
                 self.b.call("emu.order_registers_used", None, self.S, *arguments)
                 self.trap_if_recorded()
+
+    def _require_waits_to_write(self, name: str) -> None:
+        products = *self._factors.get(name, ()), *self._products.get(name, ())
+        if not products or self.ins.guard is None:
+            self._require_products(products, WRITES)
+            return
+        with self.b.if_(self.exec_mask().ne(0)):
+            before = set(self._completed)
+            self._require_products(products, WRITES)
+            self._completed = before
 
     def _shadow(self, address: Val, space: str) -> Val:
         field = "local_poison" if space == "local" else "smem_poison"

@@ -328,7 +328,8 @@ def bind_wgmma(site: UnitSite, context: LaunchContext) -> Handler:
     """The four warps of a warpgroup meet here; the last one to issue does the work."""
     at = site.parts.index("aligned") + 1
     shape, d, a, b = site.parts[at : at + 4]
-    from_registers = isinstance(site.operands[1], Rows)
+    accumulator, from_registers = site.operands[0], isinstance(site.operands[1], Rows)
+    in_place = isinstance(accumulator, Rows) and accumulator.view
 
     def decode(v: list[int]) -> wgmma.Wgmma:
         rest = list(v)
@@ -345,8 +346,8 @@ def bind_wgmma(site: UnitSite, context: LaunchContext) -> Handler:
         )  # fmt: skip
 
     def perform(op: wgmma.Wgmma, group: list[Warp]) -> None:
-        held = np.stack([vector(site, w, 0) for w in group])
-        left = np.stack([vector(site, w, 1) for w in group]) if from_registers else None
+        held = [vector(site, w, 0) for w in group]
+        left = [vector(site, w, 1) for w in group] if from_registers else None
         cluster = group[0].cta.cluster
         if cluster.shadow is not None:
             d = np.stack([taints(site, w, 0) for w in group])
@@ -354,9 +355,10 @@ def bind_wgmma(site: UnitSite, context: LaunchContext) -> Handler:
             masks = shadow_ops.multiply_warpgroup(op, cluster.shadow.smem(group[0].rank), d, a)
             for w, own in zip(group, masks, strict=True):
                 write_taints(site, w, 0, own)
-        smem = cluster.smem(group[0].rank)
-        for w, part in zip(group, wgmma.multiply(op, smem, held, left), strict=True):
-            write_vector(site, w, 0, part)
+        wgmma.multiply(op, cluster.smem(group[0].rank), held, left)
+        if not in_place:
+            for w, part in zip(group, held, strict=True):
+                write_vector(site, w, 0, part)
 
     def handler(warp: Warp, mask: int) -> bool:
         cta = warp.cta

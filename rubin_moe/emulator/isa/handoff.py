@@ -6,7 +6,7 @@ Scalars, addresses and coordinates go to argument rows (one 64-bit value a lane 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.forms import Family
@@ -23,7 +23,14 @@ from rubin_moe.emulator.ptx.ast import (
     Reg,
     Vec,
 )
-from rubin_moe.emulator.state.registers import FIELDS, LANES, MAX_ARGS, ROW_BYTES, Outcome
+from rubin_moe.emulator.state.registers import (
+    FIELDS,
+    HEADER_ROWS,
+    LANES,
+    MAX_ARGS,
+    ROW_BYTES,
+    Outcome,
+)
 
 #: Families whose register vectors stay in the state block.
 VECTOR_FAMILIES = ("tmem_load", "tmem_store", "tcgen05_mma", "wgmma", "mma_sync")
@@ -43,14 +50,22 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A register vector: rows of the state block; ``start`` when they follow one another."""
+    """A register vector: rows of the state block, and of their taints; ``view``: as slices, since
+    the rows follow one another."""
 
     rows: tuple[int, ...]
+    view: bool = field(init=False)
+    index: slice | list[int] = field(init=False)
+    taints: slice | list[int] = field(init=False)
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether a slice covers the rows."""
-        return self.rows == tuple(range(self.rows[0], self.rows[0] + len(self.rows)))
+    def __post_init__(self) -> None:
+        first, count = self.rows[0], len(self.rows)
+        view = self.rows == tuple(range(first, first + count))
+        start = first - HEADER_ROWS
+        places = [row - HEADER_ROWS for row in self.rows]
+        object.__setattr__(self, "view", view)
+        object.__setattr__(self, "index", slice(first, first + count) if view else [*self.rows])
+        object.__setattr__(self, "taints", slice(start, start + count) if view else places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +165,12 @@ def emit_unit(em: Emitter, ins: Instruction) -> None:
             items = operand.items if isinstance(operand, Vec) else (operand,)
             names = [item.name for item in items if isinstance(item, Reg)]
             vectors += names
-            if place >= family.dests and family.name != "wgmma":
+            if place >= family.dests:
                 for name in names:
-                    em.first_read(name)
+                    if family.name == "wgmma":
+                        em.multiplied(name)
+                    else:
+                        em.first_read(name)
             continue
         for position, scalar in enumerate(_scalars(operand)):
             offset = FIELDS["args"] + 8 * LANES * (plan.first + position)

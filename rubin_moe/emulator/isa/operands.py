@@ -18,7 +18,8 @@ _TABLES: dict[Element, NDArray[np.float32]] = {
 _MODES = {32: kernels.TF32, 16: kernels.BITS16, 8: kernels.BITS8, 6: kernels.PADDED6}
 
 
-def _table(element: Element) -> NDArray[np.float32]:
+def value_table(element: Element) -> NDArray[np.float32]:
+    """Code -> value, for the compiled loops (one entry, not used, for TF32)."""
     if element not in _TABLES:
         if element is Element.TF32:
             _TABLES[element] = np.zeros(1, np.float32)
@@ -46,7 +47,7 @@ def decode_rows(
     mode = _MODES.get(element.bits, kernels.PACKED4 if packed else kernels.PADDED4)
     out = np.empty((k, rows) if transposed else (rows, k))
     tile = out.T if transposed else out
-    kernels.decode_elements(memory, base, offsets, mode, _table(element), mn_major, tile)
+    kernels.decode_elements(memory, base, offsets, mode, value_table(element), mn_major, tile)
     return out
 
 

@@ -1,9 +1,9 @@
 """``wgmma.mma_async`` of sm_90a: D = A * B (+ D) of four warps.
 
 ``op = decode_wgmma(...)`` when the instruction issues, ``multiply(op, smem, d, a)`` when it
-completes. ``d`` and the result are uint32 ``[4, registers, 32]`` (warp of the warpgroup, register,
-lane); ``a`` is uint32 ``[4, 4, 32]`` where A comes from registers, else None. ``smem`` is the
-CTA's own shared memory.
+completes. ``d`` are the accumulators uint32 ``[registers, 32]`` of the four warps of the warpgroup;
+``a`` those of A, ``[4, 32]`` each, where A comes from registers, else None. ``smem`` is the CTA's
+own shared memory.
 
 Fragments (PTX ISA, "register fragments for wgmma.m64nNk..."): warp w of the group holds rows
 16 w .. 16 w + 15 of D and A exactly as ``mma.sync`` does (``mma_sync.c_fragment``,
@@ -15,18 +15,20 @@ products with fewer bits than float32 has; the comparison with silicon states th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from . import fragment_kernels as kernels
 from . import mma_sync
 from .descriptors import ChunkTable, SmemDescriptor, decode_wgmma_smem
 from .elements import Element
 from .footprint import Footprint
 from .legality import refuse, require
-from .operands import check_bounds, decode_rows
+from .operands import check_bounds, decode_rows, value_table
 from .operands import multiply as product_of
 
 _DEPTH = {32: 8, 16: 16, 8: 32}
@@ -146,10 +148,11 @@ def decode_wgmma(
 def multiply(
     op: Wgmma,
     smem: NDArray[np.uint8],
-    d: NDArray[np.uint32],
-    a: NDArray[np.uint32] | None = None,
-) -> NDArray[np.uint32]:
-    """D's registers uint32 ``[4, registers, 32]`` after the instruction."""
+    d: Sequence[NDArray[np.uint32]],
+    a: Sequence[NDArray[np.uint32]] | None = None,
+) -> None:
+    """Perform the instruction on D's registers, in place: uint32 ``[registers, 32]`` of each of
+    the four warps; ``a`` likewise, where A comes from registers."""
     base, table = op.tile("b")
     check_bounds(smem, base, table, "B")
     where = (smem, base, table.offsets, op.n, op.k, op.b, op.b_mn_major)
@@ -159,20 +162,22 @@ def multiply(
         check_bounds(smem, base, table, "A")
         left = decode_rows(smem, base, table.offsets, 64, op.k, op.a, op.a_mn_major)
     else:
-        index = mma_sync.a_fragment(op.k, op.a)
-        tiles = [mma_sync.gather(a[w], index, (16, op.k), op.a) for w in range(4)]
-        left = np.concatenate(tiles)
-    with np.errstate(invalid="ignore", over="ignore"):
-        product = product_of(left, right)
-        if op.negate:
-            product = -product
-        index = mma_sync.c_fragment(op.n, 16 if op.d == "f16" else 32)
-        out = np.empty((4, op.registers, 32), np.uint32)
+        left = np.empty((64, op.k))
         for w in range(4):
-            total = product[16 * w : 16 * w + 16]
-            if not op.scale_d:
-                total = total + 0.0  # a sum of negative zeros is +0 (seen on an H200)
-            else:
-                total = total + mma_sync.read_accumulator(d[w], index, (16, op.n), op.d)
-            out[w] = mma_sync.write_accumulator(total, index, op.d, op.saturate)
-    return out
+            kernels.decode_fragment(a[w], op.a.bits, value_table(op.a), 16 * w, left)
+    product = product_of(left, right)
+    sign = -1.0 if op.negate else 1.0
+    for w in range(4):
+        if op.d == "f32":
+            # without D a sum of negative zeros is +0 (seen on an H200)
+            kernels.accumulate_f32(product, 16 * w, sign, op.scale_d, d[w])
+        else:
+            _accumulate(op, sign * product[16 * w : 16 * w + 16], d[w])
+
+
+def _accumulate(op: Wgmma, total: NDArray[np.float64], d: NDArray[np.uint32]) -> None:
+    """Add 16 rows to an accumulator of another form than float32."""
+    index = mma_sync.c_fragment(op.n, 16 if op.d == "f16" else 32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        held = mma_sync.read_accumulator(d, index, (16, op.n), op.d) if op.scale_d else 0.0
+        d[:] = mma_sync.write_accumulator(total + held, index, op.d, op.saturate)

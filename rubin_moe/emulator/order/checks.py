@@ -67,6 +67,7 @@ from .layout import (
     PROXY,
     PROXY_COPY,
     PROXY_OVERWRITE,
+    PROXY_WGMMA,
     RACE_OVERWRITE,
     RACE_READ,
     RACE_WRITE,
@@ -87,7 +88,10 @@ from .layout import (
     TMEM_PLANE,
     TMEM_SHADOW,
     UNFENCED,
+    WAITED,
     WARP0,
+    WARPGROUP,
+    WARPGROUPS,
     WARPS,
     WHOLE_WORD,
     WRITE,
@@ -146,12 +150,28 @@ def conflict(B, row, mine, other, code, proxy, place):
             if (mine >> ATOMIC_SHIFT) & (other >> ATOMIC_SHIFT) & 1:
                 return 1
             return log(B, LANES, mine, other, place)
-    generic = proxy and code != RACE_OVERWRITE and component < wide(B)[GENERIC]
+    if code == RACE_OVERWRITE:
+        return warpgroup_waited(B, row, mine, other, place)
+    generic = proxy and component < wide(B)[GENERIC]
     if generic and knows[wide(B)[COMPONENTS] + component] < clock:
         if code != RACE_READ:
             return log(B, PROXY_OVERWRITE, mine, other, place)
-        copied = component >= wide(B)[GENERIC] >> 1
+        copied = component >= wide(B)[GENERIC] >> 1 and proxy != PROXY_WGMMA
         return log(B, PROXY_COPY if copied else PROXY, mine, other, place)
+    return 1
+
+
+@inner
+def warpgroup_waited(B, row, mine, other, place):
+    """Report a write of what a wgmma has read, when a warp of the warpgroup has not waited for it
+    as far as the writer knows. 1: go on."""
+    b = wide(B)
+    warp = ((other >> COMPONENT_SHIFT) & COMPONENT_MASK) - b[PIPE0]
+    if b[WARPGROUPS] and 0 <= warp < b[WARPS]:  # the tensor pipe comes first
+        clock = (other >> CLOCK_SHIFT) & CLOCK_MASK
+        for i in range(4):
+            if word(row)[b[PIPE0] + WAITED * b[WARPS] + warp + i] < clock:
+                return log(B, WARPGROUP, mine, other, place)
     return 1
 
 

@@ -14,10 +14,12 @@ from .layout import (
     COMPONENT_SHIFT,
     CTA_WARPS,
     EXITED,
+    FACTORS,
     INIT_FENCE,
     LANE_SHIFT,
     MASK_SHIFT,
     MBARRIER_INIT,
+    READS_A,
     REGISTERS,
     ROWS,
     SITE_MASK,
@@ -158,13 +160,13 @@ def leave(S):
     return checks.leave(_block(S), _warp(S), _epoch(S, 0))
 
 
-def registers_used(S, site, write):
-    """Registers of wgmma number ``site`` are read, or overwritten, by another instruction."""
+def registers_used(S, site, how):
+    """Another instruction touches registers of wgmma number ``site``."""
     B, warp = _block(S), _warp(S)
     if synchronise.warpgroup_done(B, warp, site):
         return 1
     mine = _epoch(S, 0)
-    return checks.log(B, REGISTERS, mine, mine, site)
+    return checks.log(B, FACTORS if how == READS_A else REGISTERS, mine, mine, site)
 
 
 def fence(S, kind):

@@ -30,6 +30,13 @@ EVERYTHING = CLOCK_MASK
 #: Kinds of components that each warp has besides itself and its cp.async, in order.
 PIPES = ("tensor", "load", "store", "bulk read", "bulk write", "init")
 TENSOR, LOAD, STORE, BULK_READ, BULK_WRITE, INIT = range(len(PIPES))
+#: With wgmma, which has no tcgen05 beside it: what each warp has waited for itself. The tensor pipe
+#: of the first warp of a warpgroup stands for the products of all four.
+WAITED = LOAD
+#: Proxies of an access: generic; asynchronous, of tcgen05 or a copy; asynchronous, of wgmma.
+PROXY_GENERIC, PROXY_ASYNC, PROXY_WGMMA = range(3)
+#: How another instruction touches a register of a wgmma in flight.
+READS_D, WRITES, READS_A = range(3)
 
 # access kinds (bits), as native code passes them
 READ, WRITE, ATOMIC = 0, 1, 2
@@ -39,11 +46,13 @@ STRONG, ACQUIRE, RELEASE, COPY_ENGINE = 4, 8, 16, 32
 (
     RACE_READ, RACE_WRITE, RACE_OVERWRITE, LANES, PROXY, PROXY_OVERWRITE, UNINITIALISED,
     EXIT_PENDING, EXIT_ARRIVAL, EXITED, REGISTERS, PROXY_COPY, INIT_FENCE, REPEATED,
-    UNFENCED, UNWAITED,
-) = range(1, 17)  # fmt: skip
-LAST_CODE = UNWAITED
+    UNFENCED, UNWAITED, FACTORS, WARPGROUP,
+) = range(1, 19)  # fmt: skip
+LAST_CODE = WARPGROUP
 #: Kernels that run on silicon do without.
-REPORTED = (PROXY_OVERWRITE, PROXY_COPY, INIT_FENCE, REPEATED, UNFENCED, UNWAITED)
+REPORTED = (
+    PROXY_OVERWRITE, PROXY_COPY, INIT_FENCE, REPEATED, UNFENCED, UNWAITED, FACTORS, WARPGROUP,
+)  # fmt: skip
 
 # groups of asynchronous operations of a warp
 GROUPS = ("cp.async", "bulk", "wgmma")
@@ -81,8 +90,8 @@ PLANES = 4
     FLAGS, FLAG_VERSION, FENCE_VERSION, SEEN_FLAG, SEEN_DIRTY,
     COUNTS, MARKS, MARK_COUNT, LOAD_LAST, LOAD_SITES, SAVED,
     ENFORCE, LOG, LOG_LIMIT, LOG_COUNT, LOG_KEYS, LOG_KEY_LIMIT, POLLED,
-    LEFT, LEFT_COUNT, MBARRIER_FROM, TENSOR_FENCED,
-) = range(57)  # fmt: skip
+    LEFT, LEFT_COUNT, MBARRIER_FROM, TENSOR_FENCED, WARPGROUPS,
+) = range(58)  # fmt: skip
 #: Addresses of the hooks follow, in this order; arguments and results are int64.
 HOOKS = (
     "access", "converge", "mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_arrive",

@@ -34,6 +34,11 @@ def _address(array: NDArray[np.generic]) -> int:
     return int(array.ctypes.data)
 
 
+def _has_wgmma(cluster: Cluster) -> bool:
+    sites = cluster.kernel.compiled.sites.values()
+    return any(site.family == "wgmma" for site in sites)
+
+
 class LaunchOrder:
     """What the clusters of one launch share: components, global memory, flags.
 
@@ -144,8 +149,8 @@ class ClusterOrder:
             layout.RANGES: _address(launch.ranges), layout.RANGE_COUNT: len(launch.ranges),
             layout.FLAGS: _address(launch.flags),
             layout.FLAG_VERSION: _address(launch.flag_versions),
-            layout.LOAD_SITES: max(load_sites, 1), layout.LOG_LIMIT: limit,
-            layout.LOG_KEY_LIMIT: 2 * limit,
+            layout.WARPGROUPS: int(_has_wgmma(cluster)), layout.LOAD_SITES: max(load_sites, 1),
+            layout.LOG_LIMIT: limit, layout.LOG_KEY_LIMIT: 2 * limit,
             layout.ENFORCE: sum(1 << code for code in codes) if launch.enforce else 0,
         }  # fmt: skip
         for number, value in fields.items():

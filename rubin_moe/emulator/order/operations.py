@@ -312,8 +312,11 @@ class Operations(ClusterOrder):
         clocks[component] = EVERYTHING
         row = Row(clocks, _address(clocks))
         mine = self._epoch(site, 0, component, clock)
-        table = self._table_of(op.reads(warps[0].rank), ())
-        return partial(self._perform, warps[0], table, row, mine, 1, perform)
+        key = id(op) << 4 | warps[0].rank
+        held = self._known.get(key)
+        if held is None:
+            self._known[key] = held = op, self._table_of(op.reads(warps[0].rank), ())
+        return partial(self._perform, warps[0], held[1], row, mine, layout.PROXY_WGMMA, perform)
 
     def tensor_access(
         self, warp: Warp, site: UnitSite, op: Any, write: bool, perform: Perform

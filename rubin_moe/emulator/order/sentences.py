@@ -81,6 +81,9 @@ _SENTENCES = {
     "outside at the mbarrier at {place}",
     layout.EXITED: "touches {place}, whose warps have all exited",
     layout.REGISTERS: "touches registers of a wgmma that no wait_group has covered",
+    layout.FACTORS: "reads a register that is A of a wgmma that no wait_group has covered",
+    layout.WARPGROUP: "overwrites {place}, and one of the four warps has not waited for the wgmma "
+    "that reads it",
     layout.UNINITIALISED: "uses the mbarrier at {place}, whose initialisation nothing published "
     "to it",
 }
@@ -100,6 +103,8 @@ _FIXED = {
     layout.EXIT_ARRIVAL: "order: exit",
     layout.EXITED: "order: exit",
     layout.REGISTERS: "order: wgmma registers",
+    layout.FACTORS: "order: wgmma factors",
+    layout.WARPGROUP: "order: wgmma warps",
 }
 
 

@@ -71,6 +71,7 @@ from .layout import (
     STORE,
     TENSOR,
     TENSOR_FENCED,
+    WAITED,
     WARP0,
     WARPS,
     WRITE,
@@ -419,8 +420,8 @@ def group_wait(B, warp, kind, allowed, reads):
             own = pipe(B, warp, BULK_WRITE)
             knows[own] = max(knows[own], clock)
     else:
-        own = pipe(B, warp - warp % b[CTA_WARPS] % 4, TENSOR)
-        knows[own] = max(knows[own], clock)
+        for own in (pipe(B, warp - warp % b[CTA_WARPS] % 4, TENSOR), pipe(B, warp, WAITED)):
+            knows[own] = max(knows[own], clock)
     tick(B, warp)
 
 

@@ -19,6 +19,7 @@ from tests.emulator.units.machine import (
     FakeCluster,
     GlobalBytes,
     block_scaled_idesc,
+    multiplied,
     plain_idesc,
     put_k_major,
     smem_desc,
@@ -204,13 +205,13 @@ def test_wgmma_poisons_rows_and_columns_of_shared_tiles() -> None:
     a, b = ((smem_desc(at, 16, 256, 32) & low) | 3 << 62 for at in (A_AT, B_AT))
     op = wgmma.decode_wgmma("m64n16k16", "f32", "f16", "f16", b, a, scale_d=False)
     d = np.zeros((4, op.registers, 32), np.uint32)
-    before = wgmma.multiply(op, smem, d)
+    before = multiplied(op, smem, d)
     for at in (
         A_AT + 1 + 2 * int(rng.integers(64 * 16)),
         B_AT + 1 + 2 * int(rng.integers(16 * 16)),
     ):
         shadow[at], smem[at] = 0xFF, smem[at] ^ 4
-        changed = wgmma.multiply(op, smem, d) != before
+        changed = multiplied(op, smem, d) != before
         masks = shadow_ops.multiply_warpgroup(
             op, shadow, np.zeros((4, op.registers), np.uint32), None
         )

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rubin_moe.emulator.isa import wgmma
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -31,6 +33,15 @@ def smem_desc(start: int, lbo: int, sbo: int, swizzle: int, *, absolute: bool = 
     code = {0: 0, 128: 2, 64: 4, 32: 6}[swizzle]
     word = start >> 4 | (lbo >> 4) << 16 | (sbo >> 4) << 32 | 1 << 46 | code << 61
     return word | int(absolute) << 52
+
+
+def multiplied(
+    op: wgmma.Wgmma, smem: np.ndarray, d: np.ndarray, a: np.ndarray | None = None
+) -> np.ndarray:
+    """Accumulators ``[4, registers, 32]`` after a wgmma, which works in place."""
+    out = d.copy()
+    wgmma.multiply(op, smem, list(out), None if a is None else list(a))
+    return out
 
 
 def xor_swizzle(address: int, swizzle: int) -> int:

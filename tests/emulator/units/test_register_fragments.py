@@ -9,7 +9,7 @@ import pytest
 from rubin_moe.emulator.isa import matrix_ldst, mma_sync, wgmma
 from rubin_moe.emulator.isa.legality import IllegalOperationError
 
-from .machine import put_k_major
+from .machine import multiplied, put_k_major
 
 DTYPES = {
     "f16": np.float16,
@@ -188,8 +188,8 @@ def test_wgmma_equals_float64(name, form, n, swizzle, from_registers) -> None:
         index = mma_sync.a_fragment(k, mma_sync.TYPES[name])
         registers = np.stack([registers_of(a[16 * w : 16 * w + 16], index) for w in range(4)])
     d = np.zeros((4, op.registers, 32), np.uint32)
-    once = wgmma.multiply(op, smem, d, registers)
-    twice = wgmma.multiply(op, smem, once, registers)
+    once = multiplied(op, smem, d, registers)
+    twice = multiplied(op, smem, once, registers)
     expected = a.astype(np.float64) @ b.astype(np.float64).T
     np.testing.assert_array_equal(accumulator_rows(once, n, form), expected)
     np.testing.assert_array_equal(accumulator_rows(twice, n, form), 2 * expected)
@@ -221,7 +221,7 @@ def test_wgmma_transposes_and_signs() -> None:
         trans_b=1,
     )
     garbage = np.full((4, op.registers, 32), 0x7F800000, np.uint32)
-    found = accumulator_rows(wgmma.multiply(op, smem, garbage), 128, "f32")
+    found = accumulator_rows(multiplied(op, smem, garbage), 128, "f32")
     np.testing.assert_array_equal(found, -(a.T @ b))
 
 
