@@ -134,8 +134,8 @@ _ORDER = (
             "order: wait::ld": "Registers of tcgen05.ld are read after tcgen05.wait::ld (every "
             "peer kernel reads them before).",
             "order: cp.async proxy fence": "Between cp.async into shared memory and an "
-            "asynchronous read of it lies fence.proxy.async (FlashInfer's gather kernels for "
-            "sm_107a have none; before a wgmma it is enforced).",
+            "asynchronous read of it lies fence.proxy.async (FlashInfer's gather kernels have "
+            "none).",
             "order: wgmma factors": "Registers of A are read by another instruction after a "
             "wait_group that covers the wgmma (reading them changes nothing).",
             "order: wgmma warps": "What a wgmma reads is overwritten after all four warps waited "

@@ -67,7 +67,6 @@ from .layout import (
     PROXY,
     PROXY_COPY,
     PROXY_OVERWRITE,
-    PROXY_WGMMA,
     RACE_OVERWRITE,
     RACE_READ,
     RACE_WRITE,
@@ -156,7 +155,7 @@ def conflict(B, row, mine, other, code, proxy, place):
     if generic and knows[wide(B)[COMPONENTS] + component] < clock:
         if code != RACE_READ:
             return log(B, PROXY_OVERWRITE, mine, other, place)
-        copied = component >= wide(B)[GENERIC] >> 1 and proxy != PROXY_WGMMA
+        copied = component >= wide(B)[GENERIC] >> 1
         return log(B, PROXY_COPY if copied else PROXY, mine, other, place)
     return 1
 

@@ -33,8 +33,6 @@ TENSOR, LOAD, STORE, BULK_READ, BULK_WRITE, INIT = range(len(PIPES))
 #: With wgmma, which has no tcgen05 beside it: what each warp has waited for itself. The tensor pipe
 #: of the first warp of a warpgroup stands for the products of all four.
 WAITED = LOAD
-#: Proxies of an access: generic; asynchronous, of tcgen05 or a copy; asynchronous, of wgmma.
-PROXY_GENERIC, PROXY_ASYNC, PROXY_WGMMA = range(3)
 #: How another instruction touches a register of a wgmma in flight.
 READS_D, WRITES, READS_A = range(3)
 

@@ -316,7 +316,7 @@ class Operations(ClusterOrder):
         held = self._known.get(key)
         if held is None:
             self._known[key] = held = op, self._table_of(op.reads(warps[0].rank), ())
-        return partial(self._perform, warps[0], held[1], row, mine, layout.PROXY_WGMMA, perform)
+        return partial(self._perform, warps[0], held[1], row, mine, 1, perform)
 
     def tensor_access(
         self, warp: Warp, site: UnitSite, op: Any, write: bool, perform: Perform

@@ -38,7 +38,6 @@ def _broken(change: dict[str, str], seed: int | None = None) -> EmulationError:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"proxy": ""}, "order: proxy fence"),
         ({"registers": ""}, "wgmma: first fence"),
         ({"announce": "mbarrier.arrive.shared::cta.b64 _, [%full];"}, "order: asynchronous result"),
         ({"older": "wgmma.wait_group.sync.aligned 2;"}, "order: wgmma registers"),
@@ -67,6 +66,7 @@ def test_a_stage_is_handed_back_after_the_products_that_read_it() -> None:
 
 
 ISA = [
+    ({"proxy": ""}, "order: cp.async proxy fence"),
     ({"last": "add.u32 %at, %a0, 1; wgmma.wait_group.sync.aligned 0;"}, "order: wgmma factors"),
     ({"first": "%leads"}, "order: wgmma warps"),
 ]
