@@ -13,13 +13,13 @@ from rubin_moe.convert.plan import Bundle, CopyGroup, LinearGroup
 from rubin_moe.errors import CheckpointError, ConvertError
 from rubin_moe.loader.checkpoint import TensorEntry
 from rubin_moe.loader.dense_leaves import FP8_LEAVES, needed_leaves
-from rubin_moe.loader.dialect import LEAVES, Dialect, Reading
-from rubin_moe.loader.dialects import identify
+from rubin_moe.loader.dialect import Dialect, Reading
+from rubin_moe.loader.dialects import DIALECTS, LEAVES, identify
 from rubin_moe.loader.load import ModelCheckpoint
 from rubin_moe.loader.names import module_layer, parse
 from rubin_moe.loader.patterns import Patterns
 
-_LEAVES = frozenset((*LEAVES, *FP8_LEAVES))
+_LEAVES = LEAVES.union(FP8_LEAVES)
 _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _QUANTIZED = frozenset((*(p for group in _SHARED for p in group), "o_proj", "down_proj", "w2"))
 _FLOATS = ("BF16", "F16", "F32")
@@ -109,7 +109,7 @@ class Linears:
 
     def _convert(self, module: str, kind: str) -> None:
         members = self._sharing(module, kind) if self.target is not None else [module]
-        dialect = None if kind in ("plain", "fp8") else _dialect(kind)
+        dialect = None if kind in ("plain", "fp8") else DIALECTS[kind]
         entries, shapes = {}, {}
         for member in members:
             stored = self._modules[member]
@@ -159,7 +159,7 @@ class Linears:
 
     def _rename(self, module: str, kind: str, stored: Mapping[str, TensorEntry]) -> None:
         """Leaves of one dialect under the names of another of the same format."""
-        source, target = _dialect(kind), self.target
+        source, target = DIALECTS[kind], self.target
         assert target is not None
         if source.fmt != target.fmt:
             self.rest[module] = self._algo(kind, stored)
@@ -187,9 +187,3 @@ class Linears:
         scale = stored.get("weight_scale_inv", stored.get("weight_scale"))
         block = scale is not None and len(scale.shape) == 2 and scale.shape[1] > 1
         return "FP8_PB_WO" if block else "FP8"
-
-
-def _dialect(name: str) -> Dialect:
-    from rubin_moe.loader.dialects import DIALECTS
-
-    return DIALECTS[name]

@@ -58,10 +58,10 @@ class Source:
     def bytes(self, entry: TensorEntry, start: int, count: int) -> Tensor:
         """uint8 ``[count]`` of a tensor's bytes. Raises ConvertError that names it."""
         found = torch.empty(count, dtype=torch.uint8)
-        self.read_into(memoryview(found.numpy()), entry, start)  # type: ignore[arg-type]
+        self.read_into(entry, memoryview(found.numpy()), start)  # type: ignore[arg-type]
         return found
 
-    def read_into(self, view: memoryview, entry: TensorEntry, start: int) -> None:
+    def read_into(self, entry: TensorEntry, view: memoryview, start: int) -> None:
         """Fills ``view`` with a tensor's bytes from ``start`` on. Raises as `bytes` does."""
         done = 0
         try:

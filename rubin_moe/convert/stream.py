@@ -1,8 +1,7 @@
 """Writes one output file: header first, then every group's bytes at their known offsets.
 
 Groups are independent, so that worker processes share a file and each holds one group. Workers are
-forked before torch has computed anything and end with their parent, however that ends. The disk is
-kept busy while they compute: what is written goes there at once and not only at the end.
+forked before torch has computed anything and end with their parent, however that ends.
 """
 
 import ctypes
@@ -14,17 +13,18 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rubin_moe.convert.checksum import crc32
+from rubin_moe.convert.disk import COPY_BYTES, Range, RangeWriter, allocate, write_all
 from rubin_moe.convert.journal import Finished
 from rubin_moe.convert.options import Options
 from rubin_moe.convert.plan import Shard
 from rubin_moe.convert.tally import Tally
 from rubin_moe.errors import ConvertError
-from rubin_moe.loader.checkpoint import TensorEntry
 from rubin_moe.loader.load import ModelCheckpoint
 
 Progress = Callable[[int], None]
@@ -33,11 +33,6 @@ Progress = Callable[[int], None]
 WORKER_BYTES = 64 << 20
 """Tensor bytes that are worth a process of their own."""
 
-COPY_BYTES = 128 << 10
-"""Held at a time of what is copied: stays in a core's cache from read to checksum to write."""
-
-_LIBC = ctypes.CDLL(None)
-_SYNC_FILE_RANGE_WRITE = 2
 _Call = TypeVar("_Call")
 _Result = TypeVar("_Result")
 
@@ -46,7 +41,7 @@ _Result = TypeVar("_Result")
 class Done:
     """One group written: the ranges with their CRC-32, and its tally."""
 
-    pieces: list[tuple[int, int, int]]
+    pieces: list[Range]
     tally: Tally
     nbytes: int
 
@@ -104,8 +99,8 @@ class Writer:
         tally = Tally()
         try:
             with path.open("wb") as f:  # open all along: hears of every disk error
-                _write_all(f.fileno(), memoryview(shard.header), 0)
-                f.truncate(shard.size)
+                allocate(f.fileno(), shard.size)
+                write_all(f.fileno(), memoryview(shard.header), 0)
                 calls = [(index, g) for g in range(len(shard.groups))]
                 # In order, so that what is summed in floating point is the same each time.
                 for done in self.map(_run, calls, chunksize=4):
@@ -152,32 +147,19 @@ class Writer:
             self._source = Source(self._checkpoint)
         shard = self._shards[index]
         group, tally = shard.groups[number], Tally()
-        written: list[tuple[int, int, int]] = []
         fd = os.open(self._folder / shard.name, os.O_WRONLY)
         try:
+            out = RangeWriter(fd, self._buffer)
             for made in execute(self._source, group, self._options, tally):
                 start = shard.starts[made.tensor]
                 if isinstance(made, Span):
-                    crc = self._copy(made.entry, fd, start)
-                    written.append((start, start + made.entry.nbytes, crc))
-                    continue
-                start, data = start + made.offset, _view(made.data)
-                _write_all(fd, data, start)
-                written.append((start, start + len(data), crc32(data)))
-            _start_writeback(fd)
+                    read = partial(self._source.read_into, made.entry)
+                    out.copy(start, made.entry.nbytes, read)
+                else:
+                    out.write(start + made.offset, _view(made.data))
+            return Done(out.finish(), tally, group.nbytes)
         finally:
             os.close(fd)
-        return Done(written, tally, group.nbytes)
-
-    def _copy(self, entry: TensorEntry, fd: int, start: int) -> int:
-        """A source tensor's bytes to an offset of the output; their CRC-32."""
-        crc = 0
-        for at in range(0, entry.nbytes, COPY_BYTES):
-            data = self._buffer[: min(COPY_BYTES, entry.nbytes - at)]
-            self._source.read_into(data, entry, at)
-            crc = crc32(data, crc)
-            _write_all(fd, data, start + at)
-        return crc
 
 
 _WRITER: Writer | None = None  # inherited by forked workers
@@ -195,18 +177,6 @@ def _view(tensor: Any) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
-
-
-def _start_writeback(fd: int) -> None:
-    """Asks the kernel to write a file's dirty pages to disk, and does not wait for it."""
-    if sys.platform == "linux":
-        _LIBC.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
-
-
 def _start_worker(parent: int) -> None:
     """One thread, no Ctrl-C of its own, and an end with the parent."""
     import torch
@@ -214,6 +184,6 @@ def _start_worker(parent: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
-        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

@@ -5,18 +5,11 @@ itself ``fp8``. In NVIDIA's NVFP4 release the ``mtp`` layers keep this form.
 """
 
 from rubin_moe.formats.spec import MXFP4
-from rubin_moe.loader.dialect import Dialect, Ignored, Reading
+from rubin_moe.loader.dialect import Dialect, Reading
 
-
-def read(leaf: str) -> Reading | Ignored | None:
-    """What DeepSeek-V4 means by a leaf name."""
-    match leaf:
-        case "weight":
-            return Reading("qdata", ("I8",))
-        case "scale":
-            return Reading("sf", ("F8_E8M0",))
-        case _:
-            return None
-
-
-DEEPSEEK_V4 = Dialect("deepseek-v4-mxfp4", MXFP4, read, needs_dec=False)
+DEEPSEEK_V4 = Dialect(
+    "deepseek-v4-mxfp4",
+    MXFP4,
+    {"weight": Reading("qdata", ("I8",)), "scale": Reading("sf", ("F8_E8M0",))},
+    needs_dec=False,
+)

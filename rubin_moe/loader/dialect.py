@@ -1,8 +1,8 @@
 """What a dialect is: a table from one producer's tensor names to parts of the canonical form."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from rubin_moe.formats.spec import BlockFormat
@@ -13,13 +13,6 @@ Part: TypeAlias = Literal["qdata", "sf", "dec", "input_dec", "bias"]
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 """Of per-tensor scales and biases; compressed-tensors exports with BF16 ``input_global_scale``
 exist (Mistral-Small-4's shared experts)."""
-
-
-LEAVES = (
-    *("weight", "weight_packed", "blocks", "weight_scale", "scale", "scales", "weight_scale_2"),
-    *("weight_global_scale", "input_scale", "input_global_scale", "weight_shape", "bias"),
-)
-"""Every leaf that any dialect knows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Dialect:
     Attributes:
         name: for messages, plans and specs.
         fmt: weight format.
-        read: leaf name -> what it is; None for a name the dialect does not have.
+        leaves: the table.
         needs_dec: whether every projection must bring a global scale.
         global_range: what a weight's global scale, as stored, can plausibly be.
         looks_like: what one outside that range would be.
@@ -78,26 +71,23 @@ class Dialect:
 
     name: str
     fmt: BlockFormat
-    read: Callable[[str], Reading | Ignored | None]
+    leaves: Mapping[str, Reading | Ignored] = field(hash=False)
     needs_dec: bool
     global_range: tuple[float, float] = (0.0, float("inf"))
     looks_like: str = ""
     stacking: Stacking | None = None
 
+    def read(self, leaf: str) -> Reading | Ignored | None:
+        """What a leaf is; None for a name the dialect does not have."""
+        return self.leaves.get(leaf)
+
     def leaf(self, part: Part) -> str:
         """The producer's name of a part, for messages; the part's own if there is none."""
-        return _leaves(self).get(part, part)
+        return self._names.get(part, part)
+
+    @cached_property
+    def _names(self) -> dict[Part, str]:
+        return {r.part: leaf for leaf, r in self.leaves.items() if isinstance(r, Reading)}
 
     def __str__(self) -> str:
         return self.name
-
-
-@cache
-def _leaves(dialect: Dialect) -> dict[Part, str]:
-    """The first name of each part."""
-    found: dict[Part, str] = {}
-    for name in LEAVES:
-        reading = dialect.read(name)
-        if isinstance(reading, Reading):
-            found.setdefault(reading.part, name)
-    return found

@@ -16,6 +16,8 @@ DIALECTS: Mapping[str, Dialect] = {
     d.name: d
     for d in (MODELOPT, COMPRESSED_NVFP4, COMPRESSED_MXFP4, GPT_OSS, DEEPSEEK_V4, RUBIN_UE5M3)
 }
+LEAVES = frozenset(leaf for d in DIALECTS.values() for leaf in d.leaves)
+"""Every leaf that any dialect knows."""
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,21 @@ leaves (`modelopt_stacked`).
 """
 
 from rubin_moe.formats.spec import NVFP4_UE4M3
-from rubin_moe.loader.dialect import FLOAT_DTYPES, Dialect, Ignored, Reading
+from rubin_moe.loader.dialect import FLOAT_DTYPES, Dialect, Reading
 
-
-def read(leaf: str) -> Reading | Ignored | None:
-    """What ModelOpt means by a leaf name."""
-    match leaf:
-        case "weight":
-            return Reading("qdata", ("U8",))
-        case "weight_scale":
-            return Reading("sf", ("F8_E4M3",))
-        case "weight_scale_2":
-            return Reading("dec", ("F32",))
-        case "input_scale":
-            return Reading("input_dec", ("F32",))
-        case "bias":
-            return Reading("bias", FLOAT_DTYPES)
-        case _:
-            return None
-
+LEAVES = {
+    "weight": Reading("qdata", ("U8",)),
+    "weight_scale": Reading("sf", ("F8_E4M3",)),
+    "weight_scale_2": Reading("dec", ("F32",)),
+    "input_scale": Reading("input_dec", ("F32",)),
+    "bias": Reading("bias", FLOAT_DTYPES),
+}
 
 # amax / (6 * 448) of any real weight is far below 1; 1 itself is what weight-only tools write.
 MODELOPT = Dialect(
     "modelopt",
     NVFP4_UE4M3,
-    read,
+    LEAVES,
     needs_dec=True,
     global_range=(0.0, 1.0),
     looks_like="a divisor, as compressed-tensors stores it",

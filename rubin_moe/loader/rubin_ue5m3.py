@@ -8,12 +8,11 @@ key are refused.
 
 from rubin_moe.formats.spec import NVFP4_UE5M3
 from rubin_moe.loader import modelopt
-from rubin_moe.loader.dialect import Dialect, Ignored, Reading
+from rubin_moe.loader.dialect import Dialect, Reading
 
-
-def read(leaf: str) -> Reading | Ignored | None:
-    """ModelOpt's leaves; only the block scales are another type's codes."""
-    return Reading("sf", ("U8",)) if leaf == "weight_scale" else modelopt.read(leaf)
-
-
-RUBIN_UE5M3 = Dialect("rubin-ue5m3", NVFP4_UE5M3, read, needs_dec=False)
+RUBIN_UE5M3 = Dialect(
+    "rubin-ue5m3",
+    NVFP4_UE5M3,
+    {**modelopt.LEAVES, "weight_scale": Reading("sf", ("U8",))},
+    needs_dec=False,
+)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rubin_moe.errors import CheckpointError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.loader.assemble import ExpertAssembler
-from rubin_moe.loader.dialect import LEAVES, Ignored, Reading
+from rubin_moe.loader.dialect import Ignored, Reading
 from rubin_moe.loader.names import ExpertSlot, Projection, parse_slot
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.loader.spec import ExpertsSpec, InputScales
@@ -66,9 +66,7 @@ class LayerLoading:
     def register(self, layer: torch.nn.Module) -> None:
         """Give ``layer`` its tallies, and take over its own ``load_weights``."""
         gate_up = "gate_up" if self._spec.gated else "up"
-        for leaf in LEAVES:
-            if self._spec.dialect.read(leaf) is None:
-                continue
+        for leaf in self._spec.dialect.leaves:
             for projection, halves in ((gate_up, len(self._spec.projections) - 1), ("down", 1)):
                 if self._spec.dialect.stacking is None:
                     shard = "w2" if projection == "down" else "w13"
