@@ -29,6 +29,7 @@ MODELS = ("kjv", "qwen3", "gptoss")
 OURS, PEER = "rubin_moe", "marlin"
 BATCHES = (1, 8, 64)
 PROMPT, CHECKED, SHORT, LONG = 32, 48, 8, 136  # tokens: of a prompt, compared, of two timed runs
+STEP, LONG_PROMPT, LONG_PROMPTS = 4096, 500, 64  # prefill: tokens of a step, its prompts
 NEAR_TIE = 0.1  # standard deviations of a position's logits; bfloat16 against float32
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,12 +44,12 @@ def folder_of(model: str, folder: Path) -> Path:
     return KJV if model == "kjv" else folder / model
 
 
-def prompts(number: int, vocabulary: int = 2048) -> list[list[int]]:
+def prompts(number: int, length: int = PROMPT, vocabulary: int = 2048) -> list[list[int]]:
     """Token ids, the same in every process."""
     import random
 
     rng = random.Random(number)
-    return [[rng.randrange(2, vocabulary) for _ in range(PROMPT)] for _ in range(number)]
+    return [[rng.randrange(2, vocabulary) for _ in range(length)] for _ in range(number)]
 
 
 def engine(model: str, impl: str, folder: Path) -> Any:
@@ -59,7 +60,8 @@ def engine(model: str, impl: str, folder: Path) -> Any:
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return LLM(
         str(folder_of(model, folder)), dtype="bfloat16", skip_tokenizer_init=True,
-        attention_backend="TRITON_ATTN", max_model_len=512, max_num_seqs=max(BATCHES),
+        attention_backend="TRITON_ATTN", max_model_len=512, max_num_batched_tokens=STEP,
+        max_num_seqs=max(BATCHES),
         enable_prefix_caching=False, kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.1,
         compilation_config={**graphs, "cudagraph_capture_sizes": list(BATCHES)}, **experts,
     )  # fmt: skip
@@ -91,6 +93,17 @@ def tokens_per_second(llm: Any, batch: int) -> float:
     return batch * (LONG - SHORT) / statistics.median(seconds)
 
 
+def prefill_tokens_per_second(llm: Any) -> float:
+    """Of long prompts that are answered with one token; the median of three runs."""
+    asked, seconds = prompts(LONG_PROMPTS, LONG_PROMPT), []
+    generate(llm, asked[:8], 1)
+    for _ in range(3):
+        start = time.perf_counter()
+        generate(llm, asked, 1)
+        seconds.append(time.perf_counter() - start)
+    return LONG_PROMPTS * LONG_PROMPT / statistics.median(seconds)
+
+
 @app.command()
 def worker(model: str, impl: str, folder: Path) -> None:
     """One engine: ``folder / MODEL.IMPL.json``."""
@@ -108,6 +121,7 @@ def worker(model: str, impl: str, folder: Path) -> None:
     row["tokens"] = generate(llm, prompts(8), CHECKED)
     for batch in BATCHES:
         row[f"tokens_per_second_{batch}"] = round(tokens_per_second(llm, batch), 1)
+    row["prefill_tokens_per_second"] = round(prefill_tokens_per_second(llm))
     Path(f"{stem}.json").write_text(json.dumps(row))
 
 
@@ -176,7 +190,8 @@ def run_all(
     head = provenance(("torch", "triton", "transformers", "vllm"), "cuda")
     head["what"] = (
         f"greedy decoding with CUDA graphs; tokens a second of 1, 8 and 64 requests at once, "
-        f"{LONG - SHORT} tokens each; compared: {CHECKED} tokens after 8 prompts, with the CPU "
+        f"{LONG - SHORT} tokens each, and of prefill, {LONG_PROMPTS} prompts of {LONG_PROMPT} "
+        f"tokens, {STEP} a step; compared: {CHECKED} tokens after 8 prompts, with the CPU "
         f"backend in float32 on the same tokens, in standard deviations of a position's logits"
     )
     write_result(report, head, rows)
