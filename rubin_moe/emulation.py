@@ -15,7 +15,7 @@ from rubin_moe.emulator.compile import Kernel, load_ptx
 from rubin_moe.emulator.findings import Mode
 from rubin_moe.emulator.launch import Device
 from rubin_moe.emulator.report import Report
-from rubin_moe.kernels.launch import Argument, CompiledKernel, install_launcher, pack
+from rubin_moe.kernels.launch import Argument, At, CompiledKernel, install_launcher, pack
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class EmulatorLauncher:
 
 def storages(args: Sequence[Argument]) -> list[tuple[int, int]]:
     """Address and bytes of every tensor's storage, each once."""
-    storages = [a.untyped_storage() for a in args if isinstance(a, Tensor)]
+    tensors = [a.tensor if isinstance(a, At) else a for a in args]
+    storages = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
     return sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
 
 

@@ -12,15 +12,23 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rubin_moe.errors import ConfigError, RubinMoeError
 
-Argument = Tensor | int | None
-"""A tensor passes its address (8 bytes), None the address 0, an integer 4 bytes."""
+
+class At(NamedTuple):
+    """The address of a tensor's byte."""
+
+    tensor: Tensor
+    byte: int
+
+
+Argument = Tensor | At | int | None
+"""A tensor or its byte passes an address (8 bytes), None the address 0, an integer 4 bytes."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +86,17 @@ def launcher(name: str) -> Launcher:
 
 def pack(args: Sequence[Argument]) -> list[bytes]:
     """Each argument's bytes, little-endian."""
-    out = []
-    for value in args:
-        if isinstance(value, int):
-            out.append(struct.pack("<i", value))
-        else:
-            out.append(struct.pack("<Q", 0 if value is None else value.data_ptr()))
-    return out
+    return [struct.pack("<i" if isinstance(v, int) else "<Q", _number(v)) for v in args]
 
 
-def _slot(value: Argument) -> int:
+def _number(value: Argument) -> int:
+    if value is None:
+        return 0
     if isinstance(value, int):
-        return value & 0xFFFFFFFF
-    return 0 if value is None else value.data_ptr()
+        return value
+    if isinstance(value, At):
+        return value.tensor.data_ptr() + value.byte
+    return value.data_ptr()
 
 
 class DriverError(RubinMoeError):
@@ -116,6 +122,26 @@ class _Config(ctypes.Structure):
     )
 
 
+class _Ready:
+    """One kernel on one device for one thread: what the driver reads, filled anew by each launch.
+
+    A slot has 8 bytes, little-endian: the driver reads as many of them as the parameter has.
+    """
+
+    def __init__(
+        self, function: ctypes.c_void_p, kernel: CompiledKernel, number: int, wanted: list[Any]
+    ) -> None:
+        self.slots = ctypes.create_string_buffer(8 * number)
+        self.fill = struct.Struct(f"<{number}q").pack_into
+        first = ctypes.addressof(self.slots)
+        self.pointers = (ctypes.c_void_p * number)(*range(first, first + 8 * number, 8))
+        self.config = _Config((1, 1, 1), (kernel.block, 1, 1), kernel.smem_bytes)
+        self.config.attributes = (_Attribute * len(wanted))(*wanted)
+        self.config.num_attributes = len(wanted)
+        self.arguments = ctypes.byref(self.config), function, self.pointers, None
+        self.grid = 1
+
+
 class DriverLauncher:
     """Launches through the CUDA driver on torch's current stream and context.
 
@@ -128,34 +154,41 @@ class DriverLauncher:
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._launch = self._cuda.cuLaunchKernelEx
         self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
         self._images: list[Any] = []
-        self._waits: dict[str, bool] = {}
+        self._of_thread = threading.local()
 
     def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
         """Asynchronous; errors of earlier launches may surface here, as always with CUDA."""
-        function, n = self._function(kernel), len(args)
-        # a slot of 8 bytes each, little-endian: the driver reads as many as the parameter has
-        slots = (ctypes.c_uint64 * n)(*map(_slot, args))
-        first = ctypes.addressof(slots)
-        pointers = (ctypes.c_void_p * n)(*range(first, first + 8 * n, 8))
-        config = _Config((grid, 1, 1), (kernel.block, 1, 1), kernel.smem_bytes)
-        config.stream = torch.cuda.current_stream().cuda_stream
-        wanted = []
-        if kernel.cluster > 1:
-            wanted.append(_Attribute(self._CLUSTER, 0, (kernel.cluster, 1, 1)))
-        if self._waits_itself(kernel):
-            wanted.append(_Attribute(self._PROGRAMMATIC, 0, (1,)))
-        config.attributes, config.num_attributes = (_Attribute * len(wanted))(*wanted), len(wanted)
-        self._call("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
+        device = torch.cuda.current_device()
+        ready = self._ready(kernel, device, len(args))
+        ready.fill(ready.slots, 0, *map(_number, args))
+        if grid != ready.grid:
+            ready.config.grid[0] = ready.grid = grid
+        ready.config.stream = _stream(device)
+        code = self._launch(*ready.arguments)
+        if code:
+            self._fail("cuLaunchKernelEx", code)
 
-    def _waits_itself(self, kernel: CompiledKernel) -> bool:
-        if kernel.key not in self._waits:
-            self._waits[kernel.key] = "griddepcontrol.wait" in kernel.ptx
-        return self._waits[kernel.key]
+    def _ready(self, kernel: CompiledKernel, device: int, number: int) -> _Ready:
+        try:
+            known: dict[tuple[str, int], _Ready] = self._of_thread.known
+        except AttributeError:
+            known = self._of_thread.known = {}
+        ready = known.get((kernel.key, device))
+        if ready is None:
+            wanted = []
+            if kernel.cluster > 1:
+                wanted.append(_Attribute(self._CLUSTER, 0, (kernel.cluster, 1, 1)))
+            if "griddepcontrol.wait" in kernel.ptx:
+                wanted.append(_Attribute(self._PROGRAMMATIC, 0, (1,)))
+            function = self._function(kernel, device)
+            ready = known[kernel.key, device] = _Ready(function, kernel, number, wanted)
+        return ready
 
-    def _function(self, kernel: CompiledKernel) -> ctypes.c_void_p:
-        where = (kernel.key, torch.cuda.current_device())
+    def _function(self, kernel: CompiledKernel, device: int) -> ctypes.c_void_p:
+        where = (kernel.key, device)
         if where not in self._functions:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             image = ctypes.create_string_buffer(kernel.cubin, len(kernel.cubin))
@@ -169,9 +202,18 @@ class DriverLauncher:
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._cuda, name)(*args)
         if code:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(code, ctypes.byref(text))
-            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()}")
+            self._fail(name, code)
+
+    def _fail(self, name: str, code: int) -> None:
+        text = ctypes.c_char_p()
+        self._cuda.cuGetErrorName(code, ctypes.byref(text))
+        raise DriverError(f"{name}: {(text.value or b'unknown error').decode()}")
+
+
+def _stream(device: int) -> int:
+    """torch's current stream there, without an object for it."""
+    number: int = torch._C._cuda_getCurrentRawStream(device)
+    return number
 
 
 install_launcher("driver", DriverLauncher)

@@ -14,8 +14,8 @@ from rubin_moe.formats.experts import ExpertWeights, ProjectionWeights
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.compile_cache import compiled
-from rubin_moe.kernels.launch import CompiledKernel, Launcher, launcher
-from rubin_moe.kernels.sm90.choice import KINDS, choose, max_tokens, sizes_of
+from rubin_moe.kernels.launch import Argument, At, CompiledKernel, Launcher, launcher
+from rubin_moe.kernels.sm90.choice import choose, max_tokens, sizes_of
 from rubin_moe.kernels.sm90.plan import DecodePlan, Plan, WidePlan
 from rubin_moe.kernels.sm90.scales import kernel_scales
 from rubin_moe.layouts.fp4_hopper import HopperBlocks
@@ -23,6 +23,8 @@ from rubin_moe.layouts.gate_up import GateUpRows
 
 PACKAGE = "rubin_moe.kernels.sm90"
 MAX_COUNTERS = 32 + 4096
+SCRATCH_ALIGN = 128
+LOGITS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,30 @@ class Sm90Experts:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """What a number of tokens decides.
+
+    Attributes:
+        areas: first byte of each of the kernel's scratch arguments, and ``scratch_bytes`` of all.
+        routed_bytes: of ids and weights of as many tokens.
+    """
+
+    kernel: CompiledKernel
+    areas: tuple[int, ...]
+    scratch_bytes: int
+    routed_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, kernel: CompiledKernel, num_tokens: int) -> _Launch:
+        sizes, at, areas = plan.sizes, 0, []
+        pairs = num_tokens * sizes.top_k
+        for nbytes in (*plan.scratch_bytes(pairs), 4 * pairs * sizes.slabs * sizes.hidden):
+            areas.append(at)
+            at += -(-nbytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
+        return cls(kernel, tuple(areas), at, 8 * pairs)
+
+
 class Sm90Kernel:
     """``ExpertsKernel`` for one layer; it computes on ``device``, wherever weights come from."""
 
@@ -65,7 +91,8 @@ class Sm90Kernel:
         self._num_blocks = num_blocks
         self.device = torch.device(device)
         self._counters: dict[torch.device, Tensor] = {}
-        self._kernels: dict[int, tuple[Plan, CompiledKernel]] = {}
+        self._launches: dict[int, _Launch] = {}
+        self._step = max_tokens(problem)
 
     def prepare(self, weights: ExpertWeights) -> Sm90Experts:
         """Blocks of both projections, expert by expert.
@@ -140,19 +167,39 @@ class Sm90Kernel:
         if self.problem.router_weight_on_input:
             x = (x.float() * topk_weights).to(x.dtype)
             topk_weights = torch.ones_like(topk_weights)
-        x, ids, weights = x.contiguous(), topk_ids.int().contiguous(), topk_weights.contiguous()
-        if x.data_ptr() % 16:  # bulk copies read it
-            x = x.clone()
-        where = None if expert_map is None else expert_map.int().contiguous()
-        fits = out is not None and out.is_contiguous() and out.data_ptr() % 8 == 0
-        result = out if out is not None and fits else torch.empty_like(x)
-        step = max_tokens(self.problem)
-        rows = (x, ids, weights, result)
+        ids = topk_ids if topk_ids.dtype is torch.int32 else topk_ids.int()
+        ids, weights = ids.contiguous(), topk_weights.contiguous()
+        x, result = _readable(x), _writable(out, x)
+        rows, step = (x, ids, weights, result), self._step
         if x.shape[0] <= step:
-            self._run(prepared, where, *rows)
+            self._run(prepared, expert_map, *rows)
         else:
             for pieces in zip(*(t.split(step) for t in rows), strict=True):
-                self._run(prepared, where, *pieces)
+                self._run(prepared, expert_map, *pieces)
+        return result if out is None or out is result else out.copy_(result)
+
+    def run_from_logits(
+        self,
+        prepared: Sm90Experts,
+        x: Tensor,
+        logits: Tensor,
+        renormalize: bool = True,
+        expert_map: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`route`, then `run`."""
+        m = x.shape[0]
+        if m > self._step or self.problem.router_weight_on_input:
+            ids, weights = self.route(logits, renormalize)
+            return self.run(prepared, x, ids, weights, expert_map, out)
+        x, result = _readable(x), _writable(out, x)
+        launch = self._chosen(m)
+        nbytes = launch.scratch_bytes + launch.routed_bytes
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+        ids_at = At(scratch, launch.scratch_bytes)
+        weights_at = At(scratch, launch.scratch_bytes + launch.routed_bytes // 2)
+        self._route(logits, renormalize, ids_at, weights_at)
+        self._run(prepared, expert_map, x, ids_at, weights_at, result, scratch)
         return result if out is None or out is result else out.copy_(result)
 
     def _run(
@@ -160,23 +207,23 @@ class Sm90Kernel:
         w: Sm90Experts,
         expert_map: Tensor | None,
         x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
+        ids: Argument,
+        weights: Argument,
         out: Tensor,
+        scratch: Tensor | None = None,
     ) -> None:
-        m, sizes = x.shape[0], self.sizes
-        pairs, (plan, kernel) = m * sizes.top_k, self._chosen(m)
-        shape = (pairs, sizes.slabs, sizes.hidden)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-        scratch = [
-            torch.empty(n, dtype=torch.uint8, device=x.device) for n in plan.scratch_bytes(pairs)
-        ]
+        launch = self._chosen(x.shape[0])
+        if scratch is None:
+            scratch = torch.empty(launch.scratch_bytes, dtype=torch.uint8, device=x.device)
+        if expert_map is not None:
+            expert_map = expert_map.int().contiguous()
         self._launch.launch(
-            kernel,
+            launch.kernel,
             self._num_blocks,
             [
                 w.w13, w.w2, w.alpha13, w.alpha2, w.bias13, w.bias2, x, ids, weights, expert_map,
-                *scratch, partial, out, self._zeroed(x.device), m,
+                *[At(scratch, byte) for byte in launch.areas], out, self._zeroed(x.device),
+                x.shape[0],
             ],
         )  # fmt: skip
 
@@ -196,26 +243,36 @@ class Sm90Kernel:
         Returns:
             ids, best first (ties: the lower one), and weights.
         """
-        p, m = self.problem, logits.shape[0]
-        if logits.shape[1:] != (p.global_num_experts,) or not logits.is_contiguous():
-            raise ConfigError(
-                f"logits {list(logits.shape)}: expected contiguous [M, {p.global_num_experts}]"
-            )
-        kind = KINDS.get(str(logits.dtype).removeprefix("torch."), "f32")
+        shape = logits.shape[0], self.problem.top_k
         ids, weights = out or (
-            torch.empty((m, p.top_k), dtype=torch.int32, device=logits.device),
-            torch.empty((m, p.top_k), dtype=torch.float32, device=logits.device),
+            torch.empty(shape, dtype=torch.int32, device=logits.device),
+            torch.empty(shape, dtype=torch.float32, device=logits.device),
         )
-        kernel = router_of(p.global_num_experts, p.top_k, kind, renormalize)
-        self._launch.launch(kernel, -(-m // ROUTED_AT_ONCE), [logits, ids, weights, m])
+        self._route(logits, renormalize, ids, weights)
         return ids, weights
 
-    def _chosen(self, num_tokens: int) -> tuple[Plan, CompiledKernel]:
-        if num_tokens not in self._kernels:
+    def _route(self, logits: Tensor, renormalize: bool, ids: Argument, weights: Argument) -> None:
+        p, m = self.problem, logits.shape[0]
+        kind = LOGITS.get(logits.dtype)
+        if (
+            kind is None
+            or logits.shape[1:] != (p.global_num_experts,)
+            or not logits.is_contiguous()
+        ):
+            raise ConfigError(
+                f"logits {list(logits.shape)} {logits.dtype}: expected contiguous "
+                f"[M, {p.global_num_experts}] of bfloat16, float16 or float32"
+            )
+        kernel = router_of(p.global_num_experts, p.top_k, kind, renormalize)
+        self._launch.launch(kernel, -(-m // ROUTED_AT_ONCE), [logits, ids, weights, m])
+
+    def _chosen(self, num_tokens: int) -> _Launch:
+        found = self._launches.get(num_tokens)
+        if found is None:
             plan = self._plan(num_tokens)
             kernel = kernel_of(plan, self.problem.activation, self.problem.has_bias)
-            self._kernels[num_tokens] = plan, kernel
-        return self._kernels[num_tokens]
+            found = self._launches[num_tokens] = _Launch.of(plan, kernel, num_tokens)
+        return found
 
     def _plan(self, num_tokens: int) -> Plan:
         return choose(self.problem, num_tokens)
@@ -225,6 +282,19 @@ class Sm90Kernel:
         if device not in self._counters:
             self._counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
         return self._counters[device]
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Contiguous, at an address that bulk copies read."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _writable(out: Tensor | None, x: Tensor) -> Tensor:
+    """``out``, or a new tensor where that is none or no place for the kernel's stores."""
+    if out is not None and out.is_contiguous() and out.data_ptr() % 8 == 0:
+        return out
+    return torch.empty_like(x)
 
 
 @lru_cache(maxsize=1024)
