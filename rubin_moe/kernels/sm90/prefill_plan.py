@@ -1,0 +1,138 @@
+"""Tiles, shared memory and scratch of the sm_90a prefill kernels. Standard library only.
+
+A pass is at most ``pass_tokens`` tokens of one expert, a unit ``unit_rows`` rows of its weights
+times a pass. FC1 and FC2 are launches of their own over all units (`kernels.sm90.prefill`); both
+add a row's products in the order of K, whatever the tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from rubin_moe.arch import SM90A
+from rubin_moe.errors import PlanError
+from rubin_moe.kernels.sm90.plan import ALIGN, BLOCK_K, LayerSizes
+
+MMA_ROWS = 64  # of one wgmma: four tiles of 16, one a warp
+PRODUCERS = 4  # warps: three gather tokens, one copies weights
+MAX_PASS = 160  # two accumulators a token and thread, and A's registers, in 240
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """What tuning chooses.
+
+    Attributes:
+        pass_tokens: a multiple of 8. groups: warpgroups that multiply, each two times 64 rows.
+        stages13, stages2: of 64 of K each. panel: passes that are walked together, row by row of
+            units, so that what multiplies at the same time shares weights and tokens in the L2.
+    """
+
+    pass_tokens: int = 144
+    groups: int = 2
+    stages13: int = 6
+    stages2: int = 6
+    panel: int = 8
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Of one layer; a launch takes any number of tokens."""
+
+    sizes: LayerSizes
+    tiles: PrefillTiles
+
+    @property
+    def consumers(self) -> int:
+        """Warps that multiply."""
+        return 4 * self.tiles.groups
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.consumers + PRODUCERS)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies and of one that loads, once they have parted."""
+        return {1: (240, 40), 2: (232, 48), 3: (152, 56)}[self.tiles.groups]
+
+    @property
+    def unit_tiles(self) -> int:
+        return 2 * self.consumers
+
+    @property
+    def units13(self) -> int:
+        """Of a pass."""
+        return -(-self.sizes.tiles13 // self.unit_tiles)
+
+    @property
+    def units2(self) -> int:
+        return -(-self.sizes.tiles2 // self.unit_tiles)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a pass's tokens over 64 of K."""
+        return 2 * BLOCK_K * self.tiles.pass_tokens
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a unit over 64 of K."""
+        return self.unit_tiles * self.sizes.block_bytes
+
+    def passes_of(self, num_pairs: int) -> int:
+        """At most, whatever the routing."""
+        return min(self.sizes.num_experts, num_pairs) + num_pairs // self.tiles.pass_tokens
+
+    def h_bytes(self, num_pairs: int) -> int:
+        """FC1's rows, ``[passes, K blocks, pass_tokens, 64]`` of 16 bits, as FC2 wants them."""
+        return self.passes_of(num_pairs) * self.sizes.k_blocks2 * self.token_bytes
+
+    @cached_property
+    def offsets13(self) -> dict[str, int]:
+        return self._offsets(self.tiles.stages13)
+
+    @cached_property
+    def offsets2(self) -> dict[str, int]:
+        return self._offsets(self.tiles.stages2)
+
+    def _offsets(self, stages: int) -> dict[str, int]:
+        """Byte addresses in shared memory, and ``end``."""
+        at, out = 0, {}
+        for name, nbytes in (
+            ("tokens", stages * self.token_bytes),
+            ("staging", self.tiles.groups * self.token_bytes),
+            ("weights", stages * self.weight_bytes),
+            ("pairs", 2 * self.tiles.groups * 8 * self.tiles.pass_tokens),
+            ("full", 8 * stages),
+            ("empty", 8 * stages),
+        ):
+            out[name] = at
+            at += -(-nbytes // ALIGN) * ALIGN
+        out["end"] = at
+        return out
+
+    @property
+    def smem13(self) -> int:
+        return self.offsets13["end"]
+
+    @property
+    def smem2(self) -> int:
+        return self.offsets2["end"]
+
+    def __str__(self) -> str:
+        chosen = " ".join(f"{f.name}={getattr(self.tiles, f.name)}" for f in fields(self.tiles))
+        return f"{chosen} smem={self.smem13}, {self.smem2}"
+
+
+def check_prefill(plan: PrefillPlan) -> PrefillPlan:
+    """The plan, if it can be built. Raises PlanError."""
+    t = plan.tiles
+    if max(plan.smem13, plan.smem2) > SM90A.smem_per_block:
+        raise PlanError(f"{plan}: {SM90A.smem_per_block} bytes of shared memory are there")
+    if t.groups not in (1, 2, 3) or min(t.stages13, t.stages2) < 2 or t.panel < 1:
+        raise PlanError(f"{plan}: 1 to 3 warpgroups, 2 stages or more, panels of a pass or more")
+    most = MAX_PASS if t.groups < 3 else 80
+    if not 8 <= t.pass_tokens <= most or t.pass_tokens % 8:
+        raise PlanError(f"{plan}: passes of 8 to {most} tokens, a multiple of 8")
+    return plan

@@ -1,0 +1,55 @@
+"""``wgmma`` that runs while its warpgroup prepares the next one. Device code.
+
+MMAs read A's registers and write accumulators until the `wait` that covers them. Until then nobody
+may touch either, the compiler included: accumulators are operands in place and A's registers are
+kept alive by `wait`.
+"""
+
+import cutlass
+from cutlass import Float32, Uint32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+
+DEPTH = 4  # MMAs of 16 in a block of 64
+HIGH_BITS = 0x40000040  # of a descriptor: 128-byte swizzle, eight rows are 1024 bytes
+LOW_BITS = 1 << 16
+
+
+def start_block(kind: str, n: int, acc, a, tokens, accumulate):
+    """Starts acc (+)= A B over 64 of K, one group.
+
+    ``acc``: register tensor, ``n / 2`` floats; ``a``: A's 16 registers, four an MMA; ``tokens``:
+    address of ``[n, 64]`` 16-bit elements in shared memory, 128-byte swizzled; ``accumulate``: 0
+    where acc has nothing yet.
+    """
+    number = n // 2
+    d = ", ".join(f"${i}" for i in range(number))
+    lines = [
+        "{", ".reg .b32 low;", ".reg .b64 desc;", ".reg .pred add;",
+        f"setp.ne.b32 add, ${2 * number + 4 * DEPTH + 1}, 0;", "wgmma.fence.sync.aligned;",
+    ]  # fmt: skip
+    for j in range(DEPTH):
+        registers = ", ".join(f"${2 * number + 4 * j + i}" for i in range(4))
+        lines += [
+            f"add.u32 low, ${2 * number + 4 * DEPTH}, {2 * j};",
+            f"mov.b64 desc, {{low, {HIGH_BITS}}};",
+            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{d}}}, "
+            f"{{{registers}}}, desc, {'1' if j else 'add'}, 1, 1, 0;",
+        ]
+    lines += ["wgmma.commit_group.sync.aligned;", "}"]
+    low = (Uint32(tokens) >> Uint32(4)) | Uint32(LOW_BITS)
+    values = [Float32(acc[i]).ir_value() for i in range(number)]
+    values += [Uint32(v).ir_value() for v in (*(a[i] for i in range(4 * DEPTH)), low, accumulate)]
+    constraints = ["=f"] * number + [str(i) for i in range(number)] + ["r"] * (4 * DEPTH + 2)
+    f32 = ir.F32Type.get()
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * number), values, "\n".join(lines),
+        ",".join(constraints), has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    for i in range(number):
+        acc[i] = Float32(llvm.extractvalue(f32, result, [i]))
+
+
+def wait(pending: int):
+    """Until at most ``pending`` of the groups are incomplete."""
+    cutlass.cute.arch.inline_ptx(f"wgmma.wait_group.sync.aligned {pending};")
