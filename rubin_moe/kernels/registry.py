@@ -40,7 +40,7 @@ ROWS: tuple[Row, ...] = (
     Row("cpu", "cpu"),
     Row("cpu-tcgen05", "cpu_tcgen05"),
     Row("cpu-wgmma", "cpu_wgmma"),
-    Row("triton", "triton", unproven=((8, 0), (8, 6), (8, 9), (9, 0))),
+    Row("triton", "triton", unproven=((8, 0), (8, 6), (8, 9))),
     Row(
         "sm107-emulated",
         "sm107_emulated",
