@@ -5,6 +5,7 @@ itself alone, twice; ``us`` is the better pass. ``all`` starts a worker for each
 up and compile side by side, lets one after another time, and writes the report; ``plot`` draws it.
 Times are medians of CUDA-graph replays over rotated routings, with bfloat16 activations, to the
 weighted sum: from top-k ids and weights, and from router logits (softmax, top-k, renormalized).
+Where another of our kernels takes over, ours is also timed one token before and behind.
 """
 
 from __future__ import annotations
@@ -42,14 +43,18 @@ from h200_peers import OTHER_ACTIVATION, SETUPS, Call, Make, from_logits
 from torch import Tensor
 
 from rubin_moe.formats.experts import ExpertWeights
+from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.registry import select
 from rubin_moe.kernels.sm90.choice import choose
 from rubin_moe.kernels.sm90.host import Sm90Kernel, router_of
+from rubin_moe.kernels.sm90.rules import plan
 from rubin_moe.kernels.target import detect
 
 app = typer.Typer()
-TOKENS = (1, 4, 16, 64, 256)
-OURS = "rubin_moe"
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+CHECKED = (16, 1024)  # tokens at which the numbers are compared
+DECODE = 256  # tokens at most, of the two halves of the summary
+OURS, UNQUANTIZED = "rubin_moe", "triton_bf16"
 SOURCES = ("ids", "logits")
 WORST_ERROR = 1e-2
 PACKAGES = ("torch", "triton", "vllm", "humming-kernels", "nvidia-cutlass-dsl")
@@ -82,7 +87,21 @@ def compile_ours() -> list[Any]:
     problems = [(s.problem(), s) for s in SHAPES.values()]
     for problem, _ in problems:
         router_of(problem.num_experts, problem.top_k, "bf16", True)
-    return [(choose(p, m), s.activation, s.bias) for p, s in problems for m in TOKENS]
+    return [
+        (choose(p, m), s.activation, s.bias)
+        for p, s in problems
+        for m in {*TOKENS, *CHECKED, *(n for m in switches(p) for n in around(m))}
+    ]
+
+
+def switches(problem: MoEProblem) -> list[int]:
+    """Numbers of tokens from which another kernel computes than for one less."""
+    kinds = [type(choose(problem, m)) for m in range(1, TOKENS[-1] + 1)]
+    return [m + 1 for m in range(1, len(kinds)) if kinds[m] is not kinds[m - 1]]
+
+
+def around(num_tokens: int) -> range:
+    return range(num_tokens - 1, num_tokens + 2)
 
 
 def layer_weights(shape: Shape) -> ExpertWeights:
@@ -92,22 +111,22 @@ def layer_weights(shape: Shape) -> ExpertWeights:
     return replace(weights, w13=replace(weights.w13, dec=one))
 
 
-def check(shape: Shape, weights: ExpertWeights, make: Make, name: str) -> float:
-    """Relative error at 16 tokens against float32."""
-    x = torch.randn(16, shape.hidden, device="cuda").bfloat16()
-    ids, router = routing(shape, 16)
+def check(shape: Shape, weights: ExpertWeights, make: Make, name: str, num_tokens: int) -> float:
+    """Relative error against float32."""
+    x = torch.randn(num_tokens, shape.hidden, device="cuda").bfloat16()
+    ids, router = routing(shape, num_tokens)
     activation = SILU if name in OTHER_ACTIVATION else shape.activation
     return relative(make(x, ids, router)(), reference(weights, activation, x, ids, router))
 
 
-def eager_us(call: Any) -> float:
+def eager_us(call: Any, times: int) -> float:
     """Host time of one call outside a graph, the device kept busy."""
     call()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(20):
+    for _ in range(times):
         call()
-    us = (time.perf_counter() - start) / 20 * 1e6
+    us = (time.perf_counter() - start) / times * 1e6
     torch.cuda.synchronize()
     return us
 
@@ -119,17 +138,22 @@ def worker(shape_name: str, name: str, folder: Path) -> None:
     torch.manual_seed(7)
     weights = layer_weights(shape)
     makes = setup(name, shape, weights)
-    error = max(check(shape, weights, make, name) for make in makes.values())
+    error = max(check(shape, weights, make, name, m) for make in makes.values() for m in CHECKED)
     print(stem, "relative error", error, flush=True)
     cases = []
-    for m in TOKENS:
+    numbers = {m: tuple(makes) for m in TOKENS}
+    if name == OURS:
+        near = [n for m in switches(shape.problem()) for n in around(m)]
+        numbers = dict.fromkeys(near, ("ids",)) | numbers
+    for m, sources in sorted(numbers.items()):
         x = torch.randn(m, shape.hidden, device="cuda").bfloat16()
         routed = routings(shape, m)
-        calls = {s: [make(x, *r) for r in routed] for s, make in makes.items()}
+        calls = {s: [makes[s](x, *r) for r in routed] for s in sources}
         for each in calls.values():
             each[0]()
         cases.append((m, calls, experts_touched(routed)))
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # others have to find room
     (folder / f"{stem}.ready").touch()
     while not (folder / f"{stem}.go").exists():
         time.sleep(0.02)
@@ -137,10 +161,13 @@ def worker(shape_name: str, name: str, folder: Path) -> None:
     for m, calls, touched in cases:
         for source, each in calls.items():
             us = [median_us(each, 40), median_us(each, 40)]
+            torch.cuda.empty_cache()
             row = {"source": source, "shape": shape_name, "num_tokens": m, "impl": name}
             row |= {"us": round(min(us), 2), "us_other_pass": round(max(us), 2)}
             row |= {"experts": touched, "floor_us": round(shape.floor_us(m, touched), 2)}
-            row |= {"host_us": round(eager_us(each[0]), 1), "error": error}
+            if name == OURS:
+                row["kernel"] = plan(shape.problem(), m).fields["kernel"]
+            row |= {"host_us": round(eager_us(each[0], 20 if m <= 256 else 4), 1), "error": error}
             rows.append(row)
     (folder / f"{stem}.json").write_text(json.dumps(rows))
 
@@ -203,15 +230,18 @@ def run_all(
 def write(
     report: Path, rows: list[dict[str, Any]], left_out: dict[str, str], versions: dict[str, str]
 ) -> None:
-    """The report: rows, and by source the best peer of each cell and the ratios to it."""
+    """The report: rows, and by source the best peer of each cell and the ratios to it; times around
+    our switches from kernel to kernel apart from them."""
     rows = rows + [r | {"source": "ids"} for r in rows if r["impl"] == "triton_kernels"]
-    summary = {}
+    keys = ("shape", "num_tokens", "kernel", "us", "us_other_pass", "floor_us")
+    near = [{k: r[k] for k in keys} for r in rows if r["num_tokens"] not in TOKENS]
+    rows = [r for r in rows if r["num_tokens"] in TOKENS]
+    summary: dict[str, Any] = {}
     for source in SOURCES:
         cells = cells_of([r for r in rows if r["source"] == source])
-        ratios = [c["ratio"] for c in cells]
         summary[source] = {
-            "geomean_ratio": round(statistics.geometric_mean(ratios), 3) if ratios else None,
-            "min_ratio": min(ratios, default=None),
+            "decode": ratios_of([c for c in cells if c["num_tokens"] <= DECODE]),
+            "prefill": ratios_of([c for c in cells if c["num_tokens"] > DECODE]),
             "cells": cells,
         }
         for c in cells:
@@ -223,9 +253,12 @@ def write(
         "versions": versions,
         "summary": summary,
         "not_timed": left_out,
+        "switches": near,
         "rows": rows,
     }
     report.write_text(json.dumps(facts, indent=1) + "\n")
+    for row in near:
+        print(*row.values())
     print("not timed:", sorted(left_out))
 
 
@@ -242,24 +275,35 @@ def cells_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not peers:
             continue
         best = min(peers, key=lambda r: r["us"])
-        cells.append(
-            {"shape": where[0], "num_tokens": where[1], "us": ours["us"],
-             "floor_us": ours["floor_us"], "of_floor": round(ours["floor_us"] / ours["us"], 3),
-             "best_peer": best["impl"], "peer_us": best["us"],
-             "ratio": round(best["us"] / ours["us"], 3)}
-        )  # fmt: skip
+        cell = {"shape": where[0], "num_tokens": where[1], "us": ours["us"]}
+        cell |= {"floor_us": ours["floor_us"], "of_floor": round(ours["floor_us"] / ours["us"], 3)}
+        cell |= {"best_peer": best["impl"], "peer_us": best["us"]}
+        cell["ratio"] = round(best["us"] / ours["us"], 3)
+        for key, others in (
+            ("ratio_4bit", [r["us"] for r in peers if r["impl"] != UNQUANTIZED]),
+            ("ratio_bf16", [r["us"] for r in peers if r["impl"] == UNQUANTIZED]),
+        ):
+            cell[key] = round(min(others) / ours["us"], 3) if others else None
+        cells.append(cell)
     return cells
+
+
+def ratios_of(cells: list[dict[str, Any]]) -> dict[str, float | None]:
+    ratios = [c["ratio"] for c in cells]
+    mean = round(statistics.geometric_mean(ratios), 3) if ratios else None
+    return {"geomean_ratio": mean, "min_ratio": min(ratios, default=None)}
 
 
 @app.command()
 def table(report: Path, source: str = "ids") -> None:
     """The report's cells as a Markdown table."""
-    print("| shape | M | us | floor | of floor | best peer | us | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| shape | M | us | floor | of floor | best peer | us | ratio | to 4-bit, to bf16 |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for c in json.loads(report.read_text())["summary"][source]["cells"]:
         numbers = f"{c['us']:.1f} | {c['floor_us']:.1f} | {100 * c['of_floor']:.0f} %"
         peer = f"{c['best_peer']} | {c['peer_us']:.1f} | {c['ratio']:.2f}"
-        print(f"| {c['shape']} | {c['num_tokens']} | {numbers} | {peer} |")
+        others = f"{c['ratio_4bit'] or 0:.2f}, {c['ratio_bf16'] or 0:.2f}"
+        print(f"| {c['shape']} | {c['num_tokens']} | {numbers} | {peer} | {others} |")
 
 
 @app.command()

@@ -2,15 +2,17 @@
 
 ``--compile`` fills the kernel cache and needs no GPU; a machine without the compiler can then
 measure with that cache. Every candidate's numbers are checked before it is timed: against a float32
-reference, and bit for bit against the first candidate that passes.
+reference, and bit for bit against the first candidate of its regime (decode, prefill) that passes.
+Where the two regimes' times cross, from some number of tokens on, the file says ``prefill_from``.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,15 +30,24 @@ from h200_layer import (
     relative,
     routings,
 )
+from torch import Tensor
 
 from rubin_moe.errors import PlanError
 from rubin_moe.kernels import tuning
 from rubin_moe.kernels.launch import launcher
 from rubin_moe.kernels.sm90 import choice
 from rubin_moe.kernels.sm90.host import Sm90Kernel
-from rubin_moe.kernels.sm90.plan import Plan, Tiles, WideTiles, check
+from rubin_moe.kernels.sm90.plan import Tiles, WideTiles, check
+from rubin_moe.kernels.sm90.prefill_plan import (
+    MAX_PASS,
+    PrefillPlan,
+    PrefillTiles,
+    check_prefill,
+)
 
-TOKENS = (1, 4, 16, 64, 256)
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
+BOTH = (128, 256, 512)  # tokens at which both regimes are timed
+MOST_STAGES = 8
 WORST_ERROR = 4e-3  # relative; bfloat16 between the GEMMs and in the output gives about 2.5e-3
 CANDIDATES: dict[str, list[Tiles | WideTiles]] = {
     "qwen3": [
@@ -59,12 +70,48 @@ CANDIDATES: dict[str, list[Tiles | WideTiles]] = {
 }  # fmt: skip
 
 
-def plan_of(shape: Shape, tiles: Tiles | WideTiles, num_tokens: int) -> Plan | None:
+def candidates(name: str, num_tokens: int) -> list[choice.AnyTiles]:
+    """What is timed at a number of tokens."""
+    shape = SHAPES[name]
+    out: list[choice.AnyTiles] = []
+    if num_tokens <= BOTH[-1]:
+        out += [tiles for tiles in CANDIDATES[name] if worth(shape, tiles, num_tokens)]
+    if num_tokens >= BOTH[0]:
+        out += prefill_tiles(shape, num_tokens)
+    return out
+
+
+def prefill_tiles(shape: Shape, num_tokens: int) -> list[PrefillTiles]:
+    """Passes that hold an expert's tokens in as few as there can be, or one more, for experts of
+    the average number of tokens and of one and two standard deviations more."""
+    each = num_tokens * shape.top_k / shape.num_experts
+    sizes = set()
+    for beyond in (0.5, 1.2, 2.2):
+        most = each + beyond * math.sqrt(each)
+        least = math.ceil(most / MAX_PASS)
+        for number in (least, least + 1) if each > MAX_PASS else (least,):
+            sizes.add(max(16, 8 * math.ceil(most / number / 8)))
+    return [with_stages(shape, PrefillTiles(size)) for size in sorted(sizes) if size <= MAX_PASS]
+
+
+def with_stages(shape: Shape, tiles: PrefillTiles) -> PrefillTiles:
+    """As many as fit into shared memory."""
+    for stages in range(MOST_STAGES, 2, -1):
+        more = replace(tiles, stages13=stages, stages2=stages)
+        if plan_of(shape, more, 0) is not None:
+            return more
+    return tiles
+
+
+def plan_of(shape: Shape, tiles: choice.AnyTiles, num_tokens: int) -> choice.AnyPlan | None:
     """None where these tiles do not fit."""
-    pairs = num_tokens * shape.top_k
-    bucket = next(b for b in choice.BUCKETS if b >= pairs)
+    sizes = choice.sizes_of(shape.problem())
+    pairs = min(num_tokens, choice.max_tokens(shape.problem())) * shape.top_k
     try:
-        return check(choice.plan_of(choice.sizes_of(shape.problem()), tiles, bucket))
+        if isinstance(tiles, PrefillTiles):
+            return check_prefill(PrefillPlan(sizes, tiles))
+        bucket = next(b for b in choice.BUCKETS if b >= pairs)
+        return check(choice.plan_of(sizes, tiles, bucket))
     except PlanError:
         return None
 
@@ -82,11 +129,11 @@ def worth(shape: Shape, tiles: Tiles | WideTiles, num_tokens: int) -> bool:
 class Fixed(Sm90Kernel):
     """The layer with one plan, whatever the table says."""
 
-    def __init__(self, shape: Shape, plan: Plan) -> None:
+    def __init__(self, shape: Shape, plan: choice.AnyPlan) -> None:
         super().__init__(shape.problem(), launcher("driver"), _multiprocessors())
         self.plan = plan
 
-    def _plan(self, num_tokens: int) -> Plan:
+    def _plan(self, num_tokens: int) -> choice.AnyPlan:
         return self.plan
 
 
@@ -102,19 +149,18 @@ def measure(name: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
         routed = routings(shape, m)
         touched = experts_touched(routed)
         expected = reference(weights, shape.activation, x, *routed[0])
-        first = None
-        for tiles in CANDIDATES[name]:
+        first: dict[bool, Tensor] = {}
+        for tiles in candidates(name, m):
             plan = plan_of(shape, tiles, m)
-            if plan is None or not worth(shape, tiles, m):
+            if plan is None:
                 continue
             kernel = Fixed(shape, plan)
             out = kernel.run(prepared, x, *routed[0])
             error = relative(out, expected)
-            equal = first is None or torch.equal(out, first)
+            equal = torch.equal(out, first.setdefault(isinstance(tiles, PrefillTiles), out))
             if not error < WORST_ERROR or not equal:
                 print(f"{name} {m} {plan}: error {error}, equal {equal}: left out", flush=True)
                 continue
-            first = out
             calls = [partial(kernel.run, prepared, x, *r) for r in routed]
             us = median_us(calls)
             floor = shape.floor_us(m, touched)
@@ -122,8 +168,33 @@ def measure(name: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
                 {"num_tokens": m, "us": round(us, 2), "floor_us": round(floor, 2),
                  "error": error, "tiles": asdict(tiles)}
             )  # fmt: skip
-            print(f"{name} {m:4d} {us:8.2f} us {floor / us:.2f} {tiles}", flush=True)
+            print(f"{name} {m:5d} {us:8.2f} us {floor / us:.2f} {tiles}", flush=True)
     return rows
+
+
+def best_of(rows: Iterable[dict[str, Any]], prefill: bool) -> dict[int, dict[str, Any]]:
+    """The fastest of one regime's rows, by number of tokens."""
+    best: dict[int, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda r: (r["num_tokens"], r["us"])):
+        if choice.of_prefill(row["tiles"]) == prefill:
+            best.setdefault(row["num_tokens"], row)
+    return best
+
+
+def crossing(decode: dict[int, dict[str, Any]], prefill: dict[int, dict[str, Any]]) -> int | None:
+    """The number of tokens from which on prefill is the faster one: between two at which both were
+    timed, where straight lines between their logarithms cross; None without any such times."""
+    both = sorted(decode.keys() & prefill.keys())
+    gain = {m: math.log(decode[m]["us"] / prefill[m]["us"]) for m in both}
+    losing = [m for m in both if gain[m] <= 0]
+    if not both or not losing:
+        return both[0] if both else None
+    low = losing[-1]
+    if low == both[-1]:
+        return low + 1
+    high = both[both.index(low) + 1]
+    part = -gain[low] / (gain[high] - gain[low])
+    return round(low * (high / low) ** part) + 1
 
 
 def _multiprocessors() -> int:
@@ -133,7 +204,9 @@ def _multiprocessors() -> int:
 def main(
     shapes: list[str],
     compile_only: Annotated[bool, typer.Option("--compile")] = False,
-    tokens: Annotated[str, typer.Option(help="others keep their rows")] = "1,4,16,64,256",
+    tokens: Annotated[str, typer.Option(help="others keep their rows")] = ",".join(
+        map(str, TOKENS)
+    ),
     folder: Path | None = None,
 ) -> None:
     """Tunes the named shapes, or compiles their candidates."""
@@ -142,9 +215,9 @@ def main(
         compile_all(
             (plan, SHAPES[name].activation, SHAPES[name].bias)
             for name in shapes
-            for tiles in CANDIDATES[name]
             for m in numbers
-            if worth(SHAPES[name], tiles, m) and (plan := plan_of(SHAPES[name], tiles, m))
+            for tiles in candidates(name, m)
+            if (plan := plan_of(SHAPES[name], tiles, m))
         )
         return
     for name in shapes:
@@ -152,14 +225,12 @@ def main(
         known = tuning.folder() / "sm90" / file
         old = json.loads(known.read_text())["all"] if known.is_file() else []
         rows = [r for r in old if r["num_tokens"] not in numbers] + measure(name, numbers)
-        best: dict[int, dict[str, Any]] = {}
-        for row in sorted(rows, key=lambda r: (r["num_tokens"], r["us"])):
-            best.setdefault(row["num_tokens"], row)
         facts = {
             "device": torch.cuda.get_device_name(0),
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
-            "rows": list(best.values()),
+            "prefill_from": crossing(best_of(rows, False), best_of(rows, True)),
+            "rows": [*best_of(rows, False).values(), *best_of(rows, True).values()],
             "all": rows,
         }
         path = (folder or known.parent) / file

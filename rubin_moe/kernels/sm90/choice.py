@@ -19,6 +19,7 @@ from rubin_moe.kernels.sm90.plan import (
     WideTiles,
     check,
 )
+from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan, PrefillTiles, check_prefill
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 BUCKETS = (512, MAX_PAIRS)  # of pairs: the routing tables' sizes that kernels are built for
@@ -29,6 +30,10 @@ _DECODE = tuple(
 )
 _WIDE_PASSES = (16, 32, 80)
 _WIDE_FROM = 12  # tokens of an expert, on average, of shapes that were not measured
+_PREFILL_FROM = 48
+_PREFILL_PASSES = (32, 64, 96, 144)
+AnyPlan = Plan | PrefillPlan
+AnyTiles = Tiles | WideTiles | PrefillTiles
 
 
 def sizes_of(problem: MoEProblem) -> LayerSizes:
@@ -44,21 +49,42 @@ def sizes_of(problem: MoEProblem) -> LayerSizes:
 
 
 def max_tokens(problem: MoEProblem) -> int:
-    """Of one launch."""
+    """Of one launch of the kernels for few tokens."""
     return MAX_PAIRS // problem.top_k
 
 
-@lru_cache(maxsize=4096)
-def choose(problem: MoEProblem, num_tokens: int) -> Plan:
-    """The plan of a launch of ``num_tokens``, at most `max_tokens` of which count.
+def prefill_from(problem: MoEProblem) -> int | None:
+    """The number of tokens from which the prefill's kernels compute; None: never. They add in
+    another order, so a layer whose rows may not depend on their number has none."""
+    if problem.batch_invariant:
+        return None
+    sizes = sizes_of(problem)
+    measured = tuning.prefill_from("sm90", shape_key(sizes))
+    if measured is not None:
+        return measured
+    many = _PREFILL_FROM * sizes.num_experts // sizes.top_k
+    return min(max_tokens(problem) + 1, max(many, 1))
+
+
+@lru_cache(maxsize=65536)
+def choose(problem: MoEProblem, num_tokens: int) -> AnyPlan:
+    """The plan of a call of ``num_tokens``; of one launch at most, where that is not the
+    prefill's: `max_tokens`.
 
     Raises:
         PlanError: nothing fits into shared memory.
     """
+    least = prefill_from(problem)
+    if least is not None and num_tokens >= least:
+        return _choose_prefill(sizes_of(problem), num_tokens)
+    return _choose_decode(problem, num_tokens)
+
+
+def _choose_decode(problem: MoEProblem, num_tokens: int) -> Plan:
     pairs = min(num_tokens, max_tokens(problem)) * problem.top_k
     bucket = next(b for b in BUCKETS if b >= pairs)
     sizes = sizes_of(problem)
-    measured = tuning.nearest("sm90", shape_key(sizes), num_tokens)
+    measured = tuning.nearest("sm90", shape_key(sizes), num_tokens, lambda t: not of_prefill(t))
     first = () if measured is None else _smaller(tiles_of(measured))
     for tiles in (*first, *_defaults(pairs / sizes.num_experts)):
         try:
@@ -68,14 +94,28 @@ def choose(problem: MoEProblem, num_tokens: int) -> Plan:
     raise PlanError(f"hidden {problem.hidden}: no tiles fit into shared memory")
 
 
+def _choose_prefill(sizes: LayerSizes, num_tokens: int) -> PrefillPlan:
+    measured = tuning.nearest("sm90", shape_key(sizes), num_tokens, of_prefill)
+    if measured is not None:
+        return check_prefill(PrefillPlan(sizes, PrefillTiles(**measured)))
+    each = 1.1 * num_tokens * sizes.top_k / sizes.num_experts
+    size = next((n for n in _PREFILL_PASSES if n >= each), _PREFILL_PASSES[-1])
+    return check_prefill(PrefillPlan(sizes, PrefillTiles(size)))
+
+
 def plan_of(sizes: LayerSizes, tiles: Tiles | WideTiles, max_pairs: int) -> Plan:
     if isinstance(tiles, WideTiles):
         return WidePlan(sizes, tiles, max_pairs)
     return DecodePlan(sizes, tiles, max_pairs)
 
 
+def of_prefill(measured: Mapping[str, Any]) -> bool:
+    """Whether a row's tiles are the prefill's."""
+    return "panel" in measured
+
+
 def tiles_of(measured: Mapping[str, Any]) -> Tiles | WideTiles:
-    """From a row of a file of measured tiles."""
+    """From a row of a file of measured tiles, of the kernels for few tokens."""
     return WideTiles(**measured) if "groups" in measured else Tiles(**measured)
 
 
@@ -89,9 +129,10 @@ def _defaults(tokens: float) -> Iterator[Tiles | WideTiles]:
     yield from wide
 
 
-def choices(problem: MoEProblem) -> set[Plan]:
-    """Every plan that some number of tokens may choose: what to compile ahead of serving."""
-    return {choose(problem, m) for m in range(1, max_tokens(problem) + 1)}
+def choices(problem: MoEProblem, most: int = 1 << 15) -> set[AnyPlan]:
+    """Every plan that up to ``most`` tokens may choose: what to compile ahead of serving."""
+    few = range(1, max_tokens(problem) + 1)
+    return {choose(problem, m) for m in (*few, *range(few[-1], most + 1, 16))}
 
 
 def _smaller(tiles: Tiles | WideTiles) -> tuple[Tiles | WideTiles, ...]:

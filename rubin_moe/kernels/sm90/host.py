@@ -1,4 +1,5 @@
-"""Host side of the sm_90a backend: weights into blocks, one launch for up to 2048 pairs."""
+"""Host side of the sm_90a backend: weights into blocks; one launch for up to 2048 pairs, four for
+many tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.compile_cache import compiled
 from rubin_moe.kernels.launch import Argument, At, CompiledKernel, Launcher, launcher
-from rubin_moe.kernels.sm90.choice import choose, max_tokens, sizes_of
+from rubin_moe.kernels.sm90.choice import AnyPlan, choose, max_tokens, sizes_of
 from rubin_moe.kernels.sm90.plan import DecodePlan, Plan, WidePlan
+from rubin_moe.kernels.sm90.prefill_host import Prefill, prefill_kernels
+from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan
 from rubin_moe.kernels.sm90.scales import kernel_scales
 from rubin_moe.layouts.fp4_hopper import HopperBlocks
 from rubin_moe.layouts.gate_up import GateUpRows
@@ -92,6 +95,7 @@ class Sm90Kernel:
         self.device = torch.device(device)
         self._counters: dict[torch.device, Tensor] = {}
         self._launches: dict[int, _Launch] = {}
+        self._prefills: dict[int, Prefill | None] = {}
         self._step = max_tokens(problem)
 
     def prepare(self, weights: ExpertWeights) -> Sm90Experts:
@@ -171,7 +175,11 @@ class Sm90Kernel:
         ids, weights = ids.contiguous(), topk_weights.contiguous()
         x, result = _readable(x), _writable(out, x)
         rows, step = (x, ids, weights, result), self._step
-        if x.shape[0] <= step:
+        prefill = self._prefill(x.shape[0])
+        if prefill is not None:
+            where = None if expert_map is None else expert_map.int().contiguous()
+            prefill.run(prepared, x, ids, weights, where, result)
+        elif x.shape[0] <= step:
             self._run(prepared, expert_map, *rows)
         else:
             for pieces in zip(*(t.split(step) for t in rows), strict=True):
@@ -189,7 +197,8 @@ class Sm90Kernel:
     ) -> Tensor:
         """`route`, then `run`."""
         m = x.shape[0]
-        if m > self._step or self.problem.router_weight_on_input:
+        whole = m <= self._step and self._prefill(m) is None
+        if not whole or self.problem.router_weight_on_input:
             ids, weights = self.route(logits, renormalize)
             return self.run(prepared, x, ids, weights, expert_map, out)
         x, result = _readable(x), _writable(out, x)
@@ -270,11 +279,23 @@ class Sm90Kernel:
         found = self._launches.get(num_tokens)
         if found is None:
             plan = self._plan(num_tokens)
+            assert isinstance(plan, Plan)
             kernel = kernel_of(plan, self.problem.activation, self.problem.has_bias)
             found = self._launches[num_tokens] = _Launch.of(plan, kernel, num_tokens)
         return found
 
-    def _plan(self, num_tokens: int) -> Plan:
+    def _prefill(self, num_tokens: int) -> Prefill | None:
+        """What computes as many tokens, if they are many."""
+        if num_tokens not in self._prefills:
+            plan = self._plan(num_tokens)
+            found = None
+            if isinstance(plan, PrefillPlan):
+                kernels = prefill_kernels(plan, self.problem.activation, self.problem.has_bias)
+                found = Prefill(plan, kernels, self._launch, self._num_blocks, self._zeroed)
+            self._prefills[num_tokens] = found
+        return self._prefills[num_tokens]
+
+    def _plan(self, num_tokens: int) -> AnyPlan:
         return choose(self.problem, num_tokens)
 
     def _zeroed(self, device: torch.device) -> Tensor:
@@ -292,7 +313,7 @@ def _readable(x: Tensor) -> Tensor:
 
 def _writable(out: Tensor | None, x: Tensor) -> Tensor:
     """``out``, or a new tensor where that is none or no place for the kernel's stores."""
-    if out is not None and out.is_contiguous() and out.data_ptr() % 8 == 0:
+    if out is not None and out.is_contiguous() and out.data_ptr() % 16 == 0:
         return out
     return torch.empty_like(x)
 
@@ -322,6 +343,13 @@ def kernel_of(plan: Plan, activation: Activation, bias: bool) -> CompiledKernel:
         f"sm90_{name}", SM90A.name, constants, f"{PACKAGE}.{name}", plan.threads, plan.smem_bytes,
         build,
     )  # fmt: skip
+
+
+def kernels_of(plan: AnyPlan, activation: Activation, bias: bool) -> tuple[CompiledKernel, ...]:
+    """All kernels of a plan, from the cache or compiled now."""
+    if isinstance(plan, PrefillPlan):
+        return prefill_kernels(plan, activation, bias).all
+    return (kernel_of(plan, activation, bias),)
 
 
 ROUTED_AT_ONCE = 4  # tokens of a block, a warp each

@@ -8,6 +8,7 @@ from rubin_moe.formats.spec import WEIGHT_FORMATS
 from rubin_moe.kernels.base import KernelPlan, MoEProblem, Target
 from rubin_moe.kernels.sm90 import plan as plans
 from rubin_moe.kernels.sm90.choice import KINDS, choose
+from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan
 
 DSL = "nvidia-cutlass-dsl"
 
@@ -52,11 +53,15 @@ def why_not_compiler(target: Target) -> str | None:
 def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
     """Tiles and memory of a launch; more tokens than ``pairs`` / top_k take several launches."""
     chosen = choose(problem, num_tokens)
+    tiles = {f.name: getattr(chosen.tiles, f.name) for f in fields(chosen.tiles)}
+    if isinstance(chosen, PrefillPlan):
+        smem = max(chosen.smem13, chosen.smem2)
+        return KernelPlan("sm90", {"kernel": "prefill", **tiles, "smem_bytes": smem})
     return KernelPlan(
         "sm90",
         {
             "kernel": "wide" if isinstance(chosen, plans.WidePlan) else "decode",
-            **{f.name: getattr(chosen.tiles, f.name) for f in fields(chosen.tiles)},
+            **tiles,
             "blocks13": chosen.blocks13,
             "blocks2": chosen.blocks2,
             "pairs": chosen.max_pairs,

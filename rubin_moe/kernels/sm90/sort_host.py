@@ -11,7 +11,7 @@ from rubin_moe.kernels.sm90.sort_plan import SortPlan, check
 
 PACKAGE = "rubin_moe.kernels.sm90"
 SUM_THREADS, SUM_FEATURES = 256, 8  # of `finalize`
-SUM_BLOCKS = 4  # of a multiprocessor
+SUM_BLOCKS = 16  # of a multiprocessor
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,8 @@ from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.launch import launcher
 from rubin_moe.kernels.sm90 import choice
 from rubin_moe.kernels.sm90.host import Sm90Kernel
-from rubin_moe.kernels.sm90.plan import Plan, Tiles, WideTiles, check
+from rubin_moe.kernels.sm90.plan import Tiles, WideTiles, check
+from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan, PrefillTiles, check_prefill
 from rubin_moe.layers.experts import problem_of
 from tests.layers.backends import tokens, weights_of
 from tests.oracles import moe, problems
@@ -33,11 +34,14 @@ class OneChoice(Sm90Kernel):
         tiles: of every launch; pairs: of one launch at most.
     """
 
-    tiles: Tiles | WideTiles = TILES
+    tiles: choice.AnyTiles = TILES
     pairs = 512
 
-    def _plan(self, num_tokens: int) -> Plan:
-        return check(choice.plan_of(choice.sizes_of(self.problem), self.tiles, self.pairs))
+    def _plan(self, num_tokens: int) -> choice.AnyPlan:
+        sizes = choice.sizes_of(self.problem)
+        if isinstance(self.tiles, PrefillTiles):
+            return check_prefill(PrefillPlan(sizes, self.tiles))
+        return check(choice.plan_of(sizes, self.tiles, self.pairs))
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def kernel_of(
     layer: moe.Layer,
     top_k: int = 2,
     seed: int | None = None,
-    tiles: Tiles | WideTiles = TILES,
+    tiles: choice.AnyTiles = TILES,
     dtype: torch.dtype = torch.bfloat16,
     machine: Machine = EMULATOR,
 ) -> OneChoice:

@@ -1,6 +1,7 @@
 """Plans, scales and refusals of the sm_90a backend; no emulator."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem, Target
 from rubin_moe.kernels.sm90 import choice, rules
 from rubin_moe.kernels.sm90.plan import DecodePlan, LayerSizes, Tiles, blocks_of, check, parts_of
+from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan, PrefillTiles
 from rubin_moe.kernels.sm90.scales import kernel_scales
 from tests.oracles import quant
 
@@ -40,10 +42,24 @@ def test_hopper_gets_this_backend():
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("num_tokens", [1, 16, 256, 5000])
 def test_published_shapes_have_a_plan(name, num_tokens):
-    plan = choice.choose(problem(PUBLISHED[name]), num_tokens)
+    plan = choice.choose(problem(PUBLISHED[name], batch_invariant=True), num_tokens)
     assert plan.smem_bytes <= SM90A.smem_per_block
     assert plan.max_pairs >= min(num_tokens * plan.sizes.top_k, 2048 - plan.sizes.top_k)
-    assert "pairs=" in str(rules.plan(problem(PUBLISHED[name]), num_tokens))
+    assert "pairs=" in str(rules.plan(problem(PUBLISHED[name], batch_invariant=True), num_tokens))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_many_tokens_get_the_kernels_for_prefill(name):
+    asked = problem(PUBLISHED[name])
+    least = choice.prefill_from(asked)
+    assert least is not None
+    assert not isinstance(choice.choose(asked, least - 1), PrefillPlan)
+    for num_tokens in (least, least + 1, 5000, 10**6):
+        plan = choice.choose(asked, num_tokens)
+        assert isinstance(plan, PrefillPlan)
+        assert max(plan.smem13, plan.smem2) <= SM90A.smem_per_block
+    assert "kernel=prefill" in str(rules.plan(asked, 5000))
+    assert choice.prefill_from(problem(PUBLISHED[name], batch_invariant=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -156,11 +172,32 @@ def test_measured_tiles_are_nearest_in_log_space(tmp_path, monkeypatch):
     (tmp_path / "sm90").mkdir()
     (tmp_path / "sm90" / tuning.file_name(shape)).write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(tuning, "folder", lambda: tmp_path)
-    tuning._rows.cache_clear()
+    tuning._facts.cache_clear()
     found = [tuning.nearest("sm90", shape, m)["warps"] for m in (0, 3, 5, 60, 70, 10**6)]
     assert found == [1, 1, 16, 16, 256, 256]
     assert tuning.nearest("sm90", {**shape, "hidden": 48}, 1) is None
-    tuning._rows.cache_clear()
+    tuning._facts.cache_clear()
+
+
+def test_prefill_starts_where_it_was_measured_to_be_faster(tmp_path, monkeypatch):
+    shape = choice.shape_key(choice.sizes_of(problem()))
+    rows = [
+        {"num_tokens": 16, "tiles": asdict(Tiles(4))},
+        {"num_tokens": 64, "tiles": asdict(PrefillTiles(16))},
+        {"num_tokens": 64, "tiles": asdict(Tiles(8))},
+        {"num_tokens": 1024, "tiles": asdict(PrefillTiles(96))},
+    ]
+    (tmp_path / "sm90").mkdir()
+    file = tmp_path / "sm90" / tuning.file_name(shape)
+    file.write_text(json.dumps({"prefill_from": 40, "rows": rows}))
+    monkeypatch.setattr(tuning, "folder", lambda: tmp_path)
+    tuning._facts.cache_clear()
+    choice.choose.cache_clear()
+    tiles = [choice.choose(problem(), m).tiles for m in (1, 39, 40, 255, 257, 10**6)]
+    assert tiles == [Tiles(4), Tiles(8), *2 * [PrefillTiles(16)], *2 * [PrefillTiles(96)]]
+    assert choice.choose(problem(batch_invariant=True), 10**6).tiles == Tiles(8)
+    tuning._facts.cache_clear()
+    choice.choose.cache_clear()
 
 
 def test_activation_is_part_of_the_kernel():
