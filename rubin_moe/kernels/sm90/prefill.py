@@ -4,6 +4,7 @@ A block walks units of 256 rows of weights x a pass (at most ``pass_tokens`` tok
 Weights are dequantized in registers as A, tokens are B in shared memory.
 
     producer warps --full--> consumers --empty--> producer warps      a stage, 64 of K
+    FC2's third producer --noted--> consumers --read--> it            pairs and weights of a pass
 
 A warpgroup has two row tiles with registers for A each, so that the MMAs of one run while the other
 is dequantized; its epilogue runs while the other warpgroup multiplies. FC1's producers gather
@@ -97,16 +98,18 @@ class PrefillGemm:
         self.set_up(smem, thread)
         ptx.launch_dependents()
         ptx.wait_for_launches_before()
-        units = ptx.load_s32(passes) * self.units
+        number = ptx.load_s32(passes)
         if warp >= plan.consumers:
             async_copy.set_registers(plan.registers[1], more=False)
             if warp == plan.consumers + GATHERERS:
-                self.load_weights(smem, lane, w, tokens, passes, units)
+                self.load_weights(smem, lane, w, tokens, passes, number)
             elif cutlass.const_expr(self.fc1):
-                self.gather(smem, thread - 32 * plan.consumers, tokens, passes, pairs, units)
+                self.gather(smem, thread - 32 * plan.consumers, tokens, passes, pairs, number)
+            else:
+                self.note(smem, thread - 32 * plan.consumers, passes, pairs, weights, number)
         else:
             async_copy.set_registers(plan.registers[0], more=True)
-            self.consume(smem, warp, lane, alpha, bias, passes, pairs, weights, out, units)
+            self.consume(smem, warp, lane, alpha, bias, passes, out, number)
 
     @cute.jit
     def set_up(self, smem, thread):
@@ -115,6 +118,9 @@ class PrefillGemm:
             arrivals = 1 + (32 * GATHERERS if self.fc1 else 0)
             ptx.mbarrier_init(smem + self.at["full"] + 8 * thread, arrivals)
             ptx.mbarrier_init(smem + self.at["empty"] + 8 * thread, self.plan.consumers)
+        if thread < 2:
+            ptx.mbarrier_init(smem + self.at["noted"] + 8 * thread, 32 * GATHERERS)
+            ptx.mbarrier_init(smem + self.at["read"] + 8 * thread, self.plan.consumers)
         ptx.mbarrier_init_fence()
         at = Int32(thread) * 16
         zeros = [Float32(0.0) for _ in range(4)]
@@ -125,10 +131,9 @@ class PrefillGemm:
         cute.arch.sync_threads()
 
     @cute.jit
-    def unit(self, unit, passes):
+    def unit(self, unit, passes, number):
         """Which pass, expert, first row of it, their number, and which unit of the expert's rows:
         panels of passes one after another, in one the passes run fastest."""
-        number = ptx.load_s32(passes)
         panel = self.plan.tiles.panel
         whole = unit // (panel * self.units)
         rest = unit - whole * (panel * self.units)
@@ -158,15 +163,15 @@ class PrefillGemm:
         return stage, parity
 
     @cute.jit
-    def load_weights(self, smem, lane, w, tokens, passes, units):
+    def load_weights(self, smem, lane, w, tokens, passes, number):
         """A lane a tile, and FC2's tokens."""
         plan = self.plan
         nbytes = plan.sizes.block_bytes
         unit, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         stage, parity = Int32(0), Int32(1)
-        while unit < units:
-            index, expert, _, count, row = self.unit(unit, passes)
+        while unit < number * self.units:
+            index, expert, _, count, row = self.unit(unit, passes, number)
             tile = row * plan.unit_tiles + lane
             source = w + (Int64(expert) * self.tiles + Int64(tile)) * (self.k_blocks * nbytes)
             left = self.tiles - row * plan.unit_tiles
@@ -196,7 +201,7 @@ class PrefillGemm:
             unit += grid
 
     @cute.jit
-    def gather(self, smem, thread, tokens, passes, pairs, units):
+    def gather(self, smem, thread, tokens, passes, pairs, number):
         """A pass's tokens, eight lanes a row."""
         plan = self.plan
         turns = -(-plan.tiles.pass_tokens // AT_ONCE)
@@ -206,8 +211,8 @@ class PrefillGemm:
         place = thread >> 3
         chunk = thread & 7
         lines = cute.make_rmem_tensor((turns,), Int32)
-        while unit < units:
-            _, _, first, count, _ = self.unit(unit, passes)
+        while unit < number * self.units:
+            _, _, first, count, _ = self.unit(unit, passes, number)
             for i in cutlass.range_constexpr(turns):
                 lines[i] = Int32(0)
                 if place + i * AT_ONCE < count:
@@ -229,33 +234,64 @@ class PrefillGemm:
                 k += 1
             unit += grid
 
+    @cute.jit
+    def note(self, smem, thread, passes, pairs, weights, number):
+        """The pairs of FC2's passes and their weights, zero behind them."""
+        t = self.plan.tiles.pass_tokens
+        unit, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        half, parity = Int32(0), Int32(1)
+        while unit < number * self.units:
+            _, _, first, count, _ = self.unit(unit, passes, number)
+            to = smem + self.at["notes"] + half * self.plan.note_bytes
+            ptx.mbarrier_wait(smem + self.at["read"] + 8 * half, parity)
+            for i in cutlass.range_constexpr(-(-t // (32 * GATHERERS))):
+                place = thread + 32 * GATHERERS * i
+                pair = Int32(0)
+                weight = Float32(0.0)
+                if place < count:
+                    pair = ptx.load_s32(pairs + Int64(first + place) * 4)
+                    weight = ptx.load_f32(weights + Int64(pair) * 4)
+                if place < t:
+                    ptx.store_shared_b32(to + 4 * place, pair)
+                    ptx.store_shared_b32(to + 4 * t + 4 * place, ptx.as_u32(weight))
+            ptx.mbarrier_arrive(smem + self.at["noted"] + 8 * half)
+            parity = parity ^ half
+            half = half ^ 1
+            unit += grid
+
     # ---- consumers
 
     @cute.jit
-    def consume(self, smem, warp, lane, alpha, bias, passes, pairs, weights, out, units):
+    def consume(self, smem, warp, lane, alpha, bias, passes, out, number):
         plan = self.plan
         unit, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         stage, parity = Int32(0), Int32(0)
+        half, noted = Int32(0), Int32(0)
         group = warp >> 2
-        half = Int32(0)
-        while unit < units:
-            index, expert, first, count, row = self.unit(unit, passes)
+        behind = group * min(plan.tiles.lag, (self.k_blocks - 1) // max(1, plan.tiles.groups - 1))
+        if (behind > 0) & (unit < number * self.units):
+            ptx.mbarrier_wait(smem + self.at["full"] + 8 * behind, Int32(0))
+        while unit < number * self.units:
+            index, expert, _, count, row = self.unit(unit, passes, number)
             tile = row * plan.unit_tiles + 8 * group  # the first of this warpgroup's eight
-            table = smem + self.at["pairs"] + (2 * group + half) * 8 * plan.tiles.pass_tokens
+            where = (index, expert, count, tile)
             if tile < self.tiles:
-                if cutlass.const_expr(not self.fc1):
-                    self.fetch_pairs(table, 32 * (warp & 3) + lane, first, count, pairs, weights)
                 acc, stage, parity = self.multiply(smem, warp, lane, stage, parity)
                 if cutlass.const_expr(self.fc1):
-                    where = (index, expert, count, tile)
                     self.finish1(smem, warp, lane, acc, where, alpha, bias, out)
                 else:
-                    where = (table, expert, count, tile)
-                    self.finish2(smem, warp, lane, acc, where, alpha, bias, out)
-                half = half ^ 1
+                    self.finish2(smem, warp, lane, acc, where, half, noted, alpha, bias, out)
             else:
                 stage, parity = self.skip(smem, lane, stage, parity)
+            if cutlass.const_expr(not self.fc1):
+                ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
+                noted = noted ^ half
+                half = half ^ 1
             unit += grid
         async_copy.bulk_wait()
 
@@ -419,31 +455,18 @@ class PrefillGemm:
             async_copy.bulk_commit()
 
     @cute.jit
-    def fetch_pairs(self, table, thread, first, count, pairs, weights):
-        """The pairs of a pass and their weights, zero behind them."""
-        t = self.plan.tiles.pass_tokens
-        for i in cutlass.range_constexpr(-(-t // 128)):
-            place = thread + 128 * i
-            pair = Int32(0)
-            weight = Float32(0.0)
-            if place < count:
-                pair = ptx.load_s32(pairs + Int64(first + place) * 4)
-                weight = ptx.load_f32(weights + Int64(pair) * 4)
-            if place < t:
-                ptx.store_shared_b32(table + 4 * place, pair)
-                ptx.store_shared_b32(table + 4 * t + 4 * place, ptx.as_u32(weight))
-
-    @cute.jit
-    def finish2(self, smem, warp, lane, acc, where, alpha, bias, out):
+    def finish2(self, smem, warp, lane, acc, where, half, noted, alpha, bias, out):
         """Real units, bias, the router's weight, 16 bits; through shared memory to the pairs'
         rows."""
-        table, expert, count, tile = where
+        _, expert, count, tile = where
         plan = self.plan
         sizes = plan.sizes
         group = warp >> 2
         quarter = warp & 3
         factor = ptx.load_f32(alpha + Int64(expert) * 4)
         staging = smem + self.at["staging"] + group * plan.token_bytes
+        table = smem + self.at["notes"] + half * plan.note_bytes
+        ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
         column = table + 4 * plan.tiles.pass_tokens + 8 * (lane & 3)
         thread = 32 * quarter + lane
         chunk = thread & 7

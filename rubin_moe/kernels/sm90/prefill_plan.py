@@ -27,6 +27,8 @@ class PrefillTiles:
         pass_tokens: a multiple of 8. groups: warpgroups that multiply, each two times 64 rows.
         stages13, stages2: of 64 of K each. panel: passes that are walked together, row by row of
             units, so that what multiplies at the same time shares weights and tokens in the L2.
+        lag: stages that a warpgroup starts behind the one before, so that their epilogues do not
+            coincide.
     """
 
     pass_tokens: int = 144
@@ -34,6 +36,7 @@ class PrefillTiles:
     stages13: int = 6
     stages2: int = 6
     panel: int = 8
+    lag: int = 3
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class PrefillPlan:
         """Of a unit over 64 of K."""
         return self.unit_tiles * self.sizes.block_bytes
 
+    @property
+    def note_bytes(self) -> int:
+        """What FC2 needs of a pass's rows: pairs, then weights."""
+        return 8 * self.tiles.pass_tokens
+
     def passes_of(self, num_pairs: int) -> int:
         """At most, whatever the routing."""
         return min(self.sizes.num_experts, num_pairs) + num_pairs // self.tiles.pass_tokens
@@ -99,13 +107,15 @@ class PrefillPlan:
     def _offsets(self, stages: int) -> dict[str, int]:
         """Byte addresses in shared memory, and ``end``."""
         at, out = 0, {}
-        for name, nbytes in (
+        for name, nbytes in (  # the first two where 128-byte swizzling wants multiples of 1024
             ("tokens", stages * self.token_bytes),
             ("staging", self.tiles.groups * self.token_bytes),
             ("weights", stages * self.weight_bytes),
-            ("pairs", 2 * self.tiles.groups * 8 * self.tiles.pass_tokens),
+            ("notes", 2 * self.note_bytes),
             ("full", 8 * stages),
             ("empty", 8 * stages),
+            ("noted", 8 * 2),
+            ("read", 8 * 2),
         ):
             out[name] = at
             at += -(-nbytes // ALIGN) * ALIGN
@@ -132,6 +142,8 @@ def check_prefill(plan: PrefillPlan) -> PrefillPlan:
         raise PlanError(f"{plan}: {SM90A.smem_per_block} bytes of shared memory are there")
     if t.groups not in (1, 2, 3) or min(t.stages13, t.stages2) < 2 or t.panel < 1:
         raise PlanError(f"{plan}: 1 to 3 warpgroups, 2 stages or more, panels of a pass or more")
+    if not 0 <= t.lag * (t.groups - 1) < min(t.stages13, t.stages2):
+        raise PlanError(f"{plan}: the last warpgroup starts behind the last stage")
     most = MAX_PASS if t.groups < 3 else 80
     if not 8 <= t.pass_tokens <= most or t.pass_tokens % 8:
         raise PlanError(f"{plan}: passes of 8 to {most} tokens, a multiple of 8")

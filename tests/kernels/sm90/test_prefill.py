@@ -16,7 +16,7 @@ from .layers import kernel_of as layer_kernel
 from .prefill_gemms import Gemms
 from .test_layer import KINDS, small
 
-TILES = PrefillTiles(pass_tokens=16, groups=1, stages13=3, stages2=3, panel=2)
+TILES = PrefillTiles(pass_tokens=16, groups=1, stages13=3, stages2=3, panel=2, lag=0)
 NUM_BLOCKS = 3
 
 
@@ -61,9 +61,9 @@ def test_routings(num_tokens, kind):
 @pytest.mark.parametrize(
     "tiles",
     [
-        PrefillTiles(8, 2, 2, 3, 1),
-        PrefillTiles(24, 3, 4, 2, 8),
-        PrefillTiles(136, 2, 3, 3, 2),
+        PrefillTiles(8, 2, 2, 3, 1, 1),
+        PrefillTiles(24, 3, 4, 3, 8, 1),
+        PrefillTiles(136, 2, 3, 3, 2, 2),
     ],
     ids=str,
 )
