@@ -3,8 +3,8 @@
 Clusters are admitted in order, as many as there are workers. A cluster whose turn ends without an
 event rests until there is one; when all rest, the next cluster is admitted, up to the residency a
 GPU would have: so clusters that wait for each other through global memory make progress, whatever
-the number of workers. When all rest that may be in flight, waits time out, and then it is a
-deadlock.
+the number of workers. When all rest that may be in flight, waits time out; it is a deadlock when
+every warp comes back to a state that it was in before.
 
 The lock guards the rotation only; turns run outside it.
 """
@@ -23,8 +23,6 @@ from rubin_moe.emulator.worker import Limits, Turn, Worker, place_of
 
 #: Seconds after which a resting cluster looks again while others are in the middle of their turn.
 _POLL = 0.002
-#: Rounds without an event before waits that only time out count as deadlock.
-_TIMEOUTS = 4
 
 
 class Scheduler:
@@ -49,6 +47,8 @@ class Scheduler:
         self._running = 0
         self._epoch = 0
         self._rounds = 0
+        #: by warp: its states at the ends of rounds since the last event, as hashes
+        self._states: dict[int, set[int]] = {}
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -119,6 +119,7 @@ class Scheduler:
         """Something happened that any cluster may have waited for."""
         self._epoch += 1
         self._rounds = 0
+        self._states.clear()
         self._wake()
 
     def _wake(self) -> None:
@@ -142,13 +143,24 @@ class Scheduler:
             self._event()
             return
         self._rounds += 1
-        spinning = any(turn.spins() for turn in turns)
-        if self._rounds > (self.limits.spins if spinning else _TIMEOUTS):
+        if self._repeats(turns) or self._rounds > self.limits.spins:
             self._deadlock(turns)
-        expired = [turn.expire_waits() for turn in turns]
-        if not spinning and not any(expired):
-            self._deadlock(turns)
+        for turn in turns:
+            turn.expire_waits()
         self._wake()
+
+    def _repeats(self, turns: Iterable[Turn]) -> bool:
+        """Whether every warp is where it was before. Nothing that it could read has changed since
+        the last event, so it will get nowhere; a warp that counts or computes is elsewhere."""
+        repeats = True
+        for turn in turns:
+            for warp in turn.cluster.warps:
+                if warp.state.get("status") != Status.EXITED:
+                    seen = self._states.setdefault(id(warp), set())
+                    state = hash(warp.state.memory.tobytes())
+                    repeats &= state in seen
+                    seen.add(state)
+        return repeats
 
     # -- ends
     def _check_budget(self) -> None:

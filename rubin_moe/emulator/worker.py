@@ -28,7 +28,7 @@ from rubin_moe.emulator.native.blocks import (
 )
 from rubin_moe.emulator.order import sentences
 from rubin_moe.emulator.state.memory import RANK_SHIFT
-from rubin_moe.emulator.state.registers import Outcome, Status
+from rubin_moe.emulator.state.registers import FIELDS, LANES, Outcome, Status
 from rubin_moe.emulator.units import bind
 
 #: Instructions that Python performs in one turn.
@@ -44,7 +44,7 @@ class Limits:
 
     slice: int = 256
     rounds: int = 16
-    spins: int = 1000
+    spins: int = 20_000
     instructions: int | None = None
 
 
@@ -74,7 +74,8 @@ class Turn:
         self.returned = self.queue.data.cast("B").cast("Q")[QUEUE["site"] // 8 :]
         #: warps whose instruction at a site has to wait, with the lanes that execute it
         self.retries: list[tuple[Warp, int, int]] = []
-        self.stalled: set[int] = set()
+        #: by warp: where its lanes were, and which were live, when all of them last waited
+        self.stalled: dict[int, bytes] = {}
 
     def expire_waits(self) -> bool:
         """Let every try_wait return false once, as the hardware's time limit does."""
@@ -193,8 +194,6 @@ class Worker:
     def _perform(self, turn: Turn, warp: Warp) -> None:
         packed = turn.returned[0]
         site, mask = packed & 0xFFFFFFFF, packed >> 32
-        if turn.stalled:
-            turn.stalled.discard(id(warp))
         if not self._call(warp, site, mask):
             warp.state.set("status", Status.UNIT)
             if self.kernel.compiled.sites[site].family != "wgmma":
@@ -226,7 +225,10 @@ class Worker:
 
     def _stall(self, turn: Turn, warp: Warp) -> None:
         """All lanes wait at collectives: look again once, for lanes may have exited since."""
-        if id(warp) in turn.stalled:
+        first = FIELDS["pcs"] // 4
+        places = warp.state.u32[first : first + LANES].tobytes()
+        places += warp.state.get("live").to_bytes(4, "little")
+        if turn.stalled.get(id(warp)) == places:
             lanes = warp.state.get("live")
             place = place_of(self.kernel, warp, warp.state.get("site"))
             raise EmulationError(
@@ -234,7 +236,7 @@ class Worker:
                 f"{place}: lanes {lanes:#010x} wait at different warp collectives for one another",
                 "deadlock: collectives",
             )
-        turn.stalled.add(id(warp))
+        turn.stalled[id(warp)] = places
         warp.state.set("suspended", 0)
 
     def _finish(self, cluster: Cluster) -> None:

@@ -70,8 +70,8 @@ def emit_tx(em: Emitter, ins: Instruction) -> None:
 
 
 def emit_wait(em: Emitter, ins: Instruction) -> None:
-    """try_wait suspends the warp until the phase completes or the scheduler lets it time out;
-    test_wait never does."""
+    """try_wait suspends the warp until the phase completes or the scheduler lets it time out, if
+    all lanes wait for one and the same; else they spin, each on its own. test_wait never waits."""
     mask = em.exec_mask()
     address = barrier_address(em, ins.operands[1], ins, mask)
     if "parity" in ins.parts:
@@ -81,16 +81,19 @@ def emit_wait(em: Emitter, ins: Instruction) -> None:
     passed = em.b.call("emu.mbarrier_test", I32, em.S, address, parity, mask)
     em.trap_if_recorded()
     if ins.parts[1] == "try_wait":
-        _suspend(em, passed.eq(mask))
+        _suspend(em, address, parity, passed, mask)
     em.write(ins.operands[0], passed.bits_as(V1))
 
 
-def _suspend(em: Emitter, done: Val) -> None:
+def _suspend(em: Emitter, address: Val, parity: Val, passed: Val, mask: Val) -> None:
     b = em.b
     go_on, pending, wait, expired = (b.fresh(s) for s in ("passed", "pending", "wait", "expired"))
-    b.cond_br(done, go_on, pending)
+    b.cond_br(passed.eq(mask), go_on, pending)
     b.label(pending)
-    b.cond_br(em.whole() & em.field("timed_out", I32).eq(0), wait, expired)
+    first = em.first_lane(mask)
+    others = address.ne(address.lane(first).splat()) | parity.ne(parity.lane(first).splat())
+    together = passed.eq(0) & (others.bits_as(I32) & mask).eq(0)
+    b.cond_br(together & em.whole() & em.field("timed_out", I32).eq(0), wait, expired)
     b.label(wait)
     em.set_field("site", em.index)
     em.set_field("status", Status.MBARRIER)

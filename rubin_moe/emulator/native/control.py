@@ -49,8 +49,9 @@ def _slice(b: Builder, S: Val, T: Val) -> None:
 def _pick(b: Builder, S: Val) -> None:
     """Choose the segment to run in a diverged warp and set the mask; -1: all lanes suspended.
 
-    The lowest segment runs, so that lanes meet again where control flow joins. After a used-up
-    slice ``floor`` asks for a later one first: lanes that spin cannot starve the others.
+    The lowest segment runs, so that lanes meet again where control flow joins. From a used-up
+    slice on, ``floor`` keeps the lanes there behind all that are further on, until those have used
+    up a slice too, wait or are gone: lanes that spin cannot starve the others.
     """
     live = b.field(S, FIELDS["live"], I32)
     suspended = b.field(S, FIELDS["suspended"], I32)
@@ -65,7 +66,7 @@ def _pick(b: Builder, S: Val) -> None:
     first = b.call("llvm.vector.reduce.umin.v32i32", I32, later)
     lowest = b.call("llvm.vector.reduce.umin.v32i32", I32, candidates)
     chosen = first.eq(_NEVER).select(lowest, first)
-    b.set_field(S, FIELDS["floor"], b.const(0, I32))
+    b.set_field(S, FIELDS["floor"], first.eq(_NEVER).select(b.const(0, I32), floor))
     mask = pcs.eq(chosen.splat()).bits_as(I32) & live
     b.set_field(S, FIELDS["mask"], mask)
     b.set_field(S, FIELDS["suspended"], suspended & ~mask)

@@ -102,7 +102,7 @@ def _mbarrier_arrive(
 
 @runtime_function("emu.mbarrier_test", I32, S=PTR, address=V32, parity=V32, mask=I32)
 def _mbarrier_test(b: Builder, S: Val, address: Val, parity: Val, mask: Val) -> None:
-    """Lanes whose phase of ``parity`` has completed; notes what the first other lane waits for."""
+    """Lanes whose phase of ``parity`` has completed; notes what another lane waits for."""
     words, parities = _words(b, S, address), b.alloca_slot(V32)
     b.store(parity, parities, 64)
     passed = b.alloca_slot(I32)

@@ -28,7 +28,7 @@ from tests.emulator.mutants.operators import OPERATORS, Kernel
 #: A mutant may issue this many times the sound kernel's instructions, and some.
 _BUDGET = 3
 _SPARE = 50_000
-_SPINS = 60
+_SPINS = 200
 
 
 @dataclass(frozen=True)
