@@ -122,6 +122,8 @@ def reciprocal(value: "Tensor") -> "Tensor":
     wide = np.float64(value.item())
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         near = np.float32(1 / wide)
+        if np.float32(1 / np.float64(near)) == wide:
+            return torch.tensor(near)
         above, below = (np.nextafter(near, np.float32(d)) for d in (np.inf, -np.inf))
         best = min(near, above, below, key=lambda t: abs(np.float32(1 / np.float64(t)) - wide))
     return torch.tensor(best)

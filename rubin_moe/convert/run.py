@@ -73,9 +73,10 @@ def convert(
     out = Path(out)
     if jobs is not None and jobs < 1:
         raise ConvertError(f"jobs = {jobs} is no number of processes")
-    with _frozen_heap(), ModelCheckpoint(source) as checkpoint:
+    with _frozen_heap() as freeze, ModelCheckpoint(source) as checkpoint:
         partial = _work_folder(checkpoint.folder, out)
         plan = make_plan(checkpoint, options)
+        freeze()
         if options.calibrate is not None:  # after the plan that tells what cannot be
             from rubin_moe.convert.calibrate import calibrate
 
@@ -95,13 +96,23 @@ def convert(
 
 
 @contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """What was there before is no garbage: collections do not search it, and its pages stay shared
-    with forked workers."""
-    gc.freeze()
+def _frozen_heap() -> Iterator[Callable[[], None]]:
+    """Headers and the plan are no garbage, and many: they are made without a collection, and after
+    the call of what is yielded none searches them, and their pages stay shared with forked workers.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+
+    def freeze() -> None:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
     try:
-        yield
+        yield freeze
     finally:
+        if enabled:
+            gc.enable()
         gc.unfreeze()
 
 

@@ -17,9 +17,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rubin_moe.errors import FoldError, FormatError
@@ -30,6 +32,8 @@ from rubin_moe.formats.scales import CODECS
 from rubin_moe.formats.spec import NVFP4_UE4M3, NVFP4_UE5M3, BlockFormat, ScaleType, is_nvfp4
 from rubin_moe.loader.fold_report import FoldEntry, FoldReport
 
+PerCode: TypeAlias = NDArray[Any]
+"""An array ``[256]`` over the codes of a scale type."""
 FoldMode = Literal["none", "exact", "full", "full+requantize"]
 FOLD_MODES: tuple[FoldMode, ...] = ("none", "exact", "full", "full+requantize")
 MAX_MEAN_ERROR = 0.04
@@ -322,19 +326,19 @@ def _own_scales(proj: ProjectionWeights) -> ProjectionWeights:
 
 @dataclass(frozen=True)
 class _Rescaled:
-    """What becomes of each of the 256 codes of a scale type; all tensors ``[256]``.
+    """What becomes of each of the 256 codes of a scale type; all arrays ``[256]``.
 
     Attributes:
-        table: uint8, new code; rel_err: float64, of the new value.
+        codes: new code; rel_err: float64, of the new value.
         alive: the old value is positive; changed: the new one is another than wanted;
             saturated: wanted was above the target's largest.
     """
 
-    table: Tensor
-    rel_err: Tensor
-    alive: Tensor
-    changed: Tensor
-    saturated: Tensor
+    codes: bytes
+    rel_err: PerCode
+    alive: PerCode
+    changed: PerCode
+    saturated: PerCode
 
 
 @lru_cache(maxsize=256)  # experts are few powers of two apart
@@ -342,20 +346,20 @@ def _rescaled(source: ScaleType, target: ScaleType, factor: float) -> _Rescaled:
     codec = CODECS[target]
     assert isinstance(codec, Minifloat)
     wanted = CODECS[source].table.nan_to_num(0.0) * factor
-    table = codec.encode(wanted)
-    got = codec.decode(table, torch.float64)
+    codes = codec.encode(wanted)
+    got = codec.decode(codes, torch.float64)
     return _Rescaled(
-        table=table,
-        rel_err=((got - wanted).abs() / wanted).nan_to_num(0.0),
-        alive=wanted > 0,
-        changed=got != wanted,
-        saturated=wanted > codec.max,
+        codes=codes.numpy().tobytes(),
+        rel_err=((got - wanted).abs() / wanted).nan_to_num(0.0).numpy(),
+        alive=(wanted > 0).numpy(),
+        changed=(got != wanted).numpy(),
+        saturated=(wanted > codec.max).numpy(),
     )
 
 
-def _counts(sf: Tensor, scale: ScaleType, where: str) -> Tensor:
+def _counts(sf: Tensor, scale: ScaleType, where: str) -> PerCode:
     """int64 ``[256]``: how often each code occurs. Raises FormatError on one without a value."""
-    counts = torch.bincount(sf.reshape(-1), minlength=256)
+    counts: PerCode = torch.bincount(sf.reshape(-1), minlength=256).numpy()
     bad = int(counts[CODECS[scale].max_code + 1 :].sum())
     if bad:
         raise FormatError(
@@ -366,30 +370,34 @@ def _counts(sf: Tensor, scale: ScaleType, where: str) -> Tensor:
 
 
 def _rescale(
-    sf: Tensor, counts: Tensor, source: ScaleType, target: ScaleType, factor: float
+    sf: Tensor, counts: PerCode, source: ScaleType, target: ScaleType, factor: float
 ) -> tuple[Tensor, dict[str, int | float]]:
     """Codes of ``round(sf * factor)``, and what that lost, empty if nothing."""
     made = _rescaled(source, target, factor)
-    new = made.table.index_select(0, sf.reshape(-1).int()).view(sf.shape)
+    new = bytearray(sf.numpy()).translate(made.codes)  # twice as fast as indexing a table
+    codes = torch.from_numpy(np.frombuffer(new, np.uint8)).view(sf.shape)
     rerounded = int(counts[made.changed].sum())
     if not rerounded:
-        return new, {}
+        return codes, {}
     seen = counts * made.alive
-    return new, {
+    zero = np.frombuffer(made.codes, np.uint8) == 0
+    return codes, {
         "rerounded": rerounded,
-        "flushed": int(seen[made.table == 0].sum()),
+        "flushed": int(seen[zero].sum()),
         "saturated": int(seen[made.saturated].sum()),
         "max_rel_err": float(made.rel_err[seen > 0].max()),
         "mean_rel_err": float((made.rel_err * seen).sum()) / int(seen.sum()),
     }
 
 
-def _nearest_exact(counts: Tensor, source: ScaleType, target: ScaleType, k: int, where: str) -> int:
+def _nearest_exact(
+    counts: PerCode, source: ScaleType, target: ScaleType, k: int, where: str
+) -> int:
     """The exponent nearest to k that keeps every block exact."""
     values, lowest_bit = _code_values(source)
     codec = CODECS[target]
     assert isinstance(codec, Minifloat)
-    present = [c for c, count in enumerate(counts.tolist()) if count and values[c] > 0]
+    present: list[int] = [c for c in counts.nonzero()[0].tolist() if values[c] > 0]
     if not present:
         return k
     smallest, largest = values[present[0]], values[present[-1]]
