@@ -4,7 +4,7 @@ A pass is at most ``pass_tokens`` pairs (token x top_k + choice) of one expert; 
 expert from bit 19, its first place in the sorted list of pairs from bit 8, their number below.
 Pairs keep their order within an expert, so all blocks make the same list: a warp takes a segment
 of the pairs, 32 at a time, and counts an expert's earlier ones with a match of the lanes and a
-table; a thread an expert adds the segments up.
+table; a thread an expert adds the segments up. Of up to 32 pairs one warp makes the list alone.
 """
 
 import cutlass
@@ -44,6 +44,46 @@ class Router:
         ``ids``: int32 ``[num_pairs]``; through ``expert_map`` (int32) unless its address is 0. What
         is no local expert becomes -1.
         """
+        passes = Int32(0)
+        if num_pairs <= 32:
+            if warp == 0:
+                self.route_few(smem, lane, ids, expert_map, num_pairs)
+            cute.arch.sync_threads()
+            passes = ptx.load_shared_s32(smem + self.plan.offsets["groups"])
+        else:
+            passes = self.route_many(smem, thread, warp, lane, ids, expert_map, num_pairs)
+        return passes
+
+    @cute.jit
+    def route_few(self, smem, lane, ids, expert_map, num_pairs):
+        """One warp, a pair a lane; the number of passes to the first word of the groups."""
+        at = self.plan.offsets
+        expert = self.local_expert(ids, expert_map, lane, num_pairs)
+        same = ptx.match_any(expert)
+        earlier = ptx.count_ones(same & ((Uint32(1) << Uint32(lane)) - Uint32(1)))
+        count = ptx.count_ones(same)
+        mine = Int32(0)  # passes, of an expert's first pair
+        if expert >= 0 and earlier == 0:
+            mine = (count + (self.size - 1)) // self.size
+        word = (mine << 16) | (expert & 0xFFFF)  # what is no local expert is above all others
+        before = Int32(0)  # pairs << 16 | passes
+        for j in cutlass.range_constexpr(32):
+            other = ptx.broadcast(word, j)
+            if (other & 0xFFFF) < (word & 0xFFFF):
+                before += (1 << 16) | (other >> 16)
+        if lane < num_pairs:
+            ptx.store_shared_b32(smem + at["ids"] + 4 * lane, expert)
+        if expert >= 0:
+            ptx.store_shared_b32(smem + at["pairs"] + 4 * ((before >> 16) + earlier), lane)
+        if mine > 0:
+            self.list_passes(smem, expert, before, count)
+        passes = self.inclusive(mine, lane)
+        if lane == 31:
+            ptx.store_shared_b32(smem + at["groups"], passes)
+
+    @cute.jit
+    def route_many(self, smem, thread, warp, lane, ids, expert_map, num_pairs) -> Int32:
+        """All warps."""
         plan = self.plan
         self.load(smem, thread, ids, expert_map, num_pairs)
         cute.arch.sync_threads()
@@ -85,17 +125,25 @@ class Router:
         plan = self.plan
         i = Int32(thread)
         while i < num_pairs:
-            expert = ptx.load_s32(ids + Int64(i) * 4)
-            if expert_map != 0 and expert >= 0:
-                expert = ptx.load_s32(expert_map + Int64(expert) * 4)
-            if expert >= self.num_experts or expert < 0:
-                expert = Int32(-1)
+            expert = self.local_expert(ids, expert_map, i, num_pairs)
             ptx.store_shared_b32(smem + plan.offsets["ids"] + 4 * i, expert)
             i += plan.threads
         i = Int32(thread)
         while i < (plan.segments * self.num_experts + 1) // 2:
             ptx.store_shared_b32(smem + plan.offsets["segments"] + 4 * i, Int32(0))
             i += plan.threads
+
+    @cute.jit
+    def local_expert(self, ids, expert_map, pair, num_pairs) -> Int32:
+        """Of a pair; -1 where there is none."""
+        expert = Int32(-1)
+        if pair < num_pairs:
+            expert = ptx.load_s32(ids + Int64(pair) * 4)
+        if expert_map != 0 and expert >= 0:
+            expert = ptx.load_s32(expert_map + Int64(expert) * 4)
+        if expert >= self.num_experts or expert < 0:
+            expert = Int32(-1)
+        return expert
 
     @cute.jit
     def rank(self, smem, warp, lane, start, end):

@@ -78,7 +78,9 @@ def test_float16(fmt, machine):
 
 @pytest.mark.parametrize("kind", problems.ROUTINGS)
 @pytest.mark.parametrize(
-    ("num_tokens", "tiles"), [(1, TILES), (33, TILES), (33, WIDE)], ids=["1", "33", "33-wide"]
+    ("num_tokens", "tiles"),
+    [(1, TILES), (16, TILES), (33, TILES), (16, WIDE), (33, WIDE)],
+    ids=["1", "16", "33", "16-wide", "33-wide"],
 )
 def test_routings(num_tokens, kind, tiles, machine):
     """33 tokens of one expert are three passes or five."""
