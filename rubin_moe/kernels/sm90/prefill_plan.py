@@ -57,8 +57,9 @@ class PrefillPlan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies and of one that loads, once they have parted."""
-        return {1: (240, 40), 2: (232, 48), 3: (152, 56)}[self.tiles.groups]
+        """Of a thread that multiplies and of one that loads, once they have parted. They share
+        what the block was launched with, 168 a thread of 384, else the launch never ends."""
+        return {1: (240, 104), 2: (224, 56), 3: (152, 56)}[self.tiles.groups]
 
     @property
     def unit_tiles(self) -> int:

@@ -6,6 +6,7 @@ import torch
 
 from rubin_moe.emulation import EmulatorLauncher
 from rubin_moe.errors import PlanError
+from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.sm90 import choice
 from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan, PrefillTiles, check_prefill
 from tests.layers.backends import assert_close, weights_of
@@ -13,7 +14,7 @@ from tests.oracles import problems
 
 from .layers import FORMATS, batch
 from .layers import kernel_of as layer_kernel
-from .prefill_gemms import Gemms
+from .prefill_gemms import Gemms, kernel_of
 from .test_layer import KINDS, small
 
 TILES = PrefillTiles(pass_tokens=16, groups=1, stages13=3, stages2=3, panel=2, lag=0)
@@ -114,3 +115,21 @@ def test_plans_that_cannot_be_built(tiles):
     sizes = choice.sizes_of(layer_kernel(small()).problem)
     with pytest.raises(PlanError):
         check_prefill(PrefillPlan(sizes, tiles))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_the_registers_are_there_that_warpgroups_ask_for(groups):
+    """On silicon a warpgroup that asks for more waits for ever; the emulator has no limit."""
+    sizes = choice.sizes_of(layer_kernel(small()).problem)
+    tiles = PrefillTiles(16, groups, stages13=4, stages2=4, lag=1)
+    plan = check_prefill(PrefillPlan(sizes, tiles))
+    more, less = plan.registers
+    for fc1 in (True, False):
+        kernel = kernel_of(plan, fc1, Activation(), False)
+        assert 128 * (groups * more + less) <= kernel.block * registers_of(kernel.cubin)
+
+
+def registers_of(cubin: bytes) -> int:
+    """Of a thread at launch: attribute REGCOUNT of a kernel, a function index and a number."""
+    at = cubin.index(bytes([4, 0x2F, 8, 0]))
+    return int.from_bytes(cubin[at + 8 : at + 12], "little")
