@@ -37,6 +37,7 @@ from rubin_moe.emulator.native.compiler import (
 )
 from rubin_moe.emulator.ptx import parse_ptx
 from rubin_moe.emulator.ptx.ast import Entry, Instruction, Param, PtxModule, Variable
+from rubin_moe.emulator.register_pool import most_registers
 from rubin_moe.emulator.state.registers import RegisterLayout
 from rubin_moe.emulator.taint import CheckedEmitter, operand_text
 from rubin_moe.emulator.targets import missing_on
@@ -87,6 +88,7 @@ class CompiledEntry:
     sites: dict[int, UnitSite]
     instructions: tuple[SiteInfo, ...]
     max_threads: int
+    max_registers: int  # of a thread
     cluster: tuple[int, ...]
     code: bytes
     deferred: bool
@@ -180,6 +182,7 @@ def compile_entry(
             SiteInfo("registers of tcgen05.ld", 0),  # the site that results_site makes
         ),
         max_threads=threads,
+        max_registers=most_registers(entry),
         cluster=_directive(entry, "reqnctapercluster"),
         code=code,
         deferred=deferred,

@@ -170,11 +170,13 @@ _TABLE: tuple[tuple[Family, str], ...] = (
         fence.mbarrier_init.release.cluster membar.{cta,gl,sys}
         prefetch.{tensormap,param.tensormap,global.{L1,L2}} prefetchu.L1
         cp.async.bulk.prefetch.L2.global[.L2::cache_hint] griddepcontrol.launch_dependents
-        setmaxnreg.{inc,dec}.sync.aligned.u32 wgmma.fence.sync.aligned
+        wgmma.fence.sync.aligned
         tcgen05.fence::{before,after}_thread_sync discard.global.L2
         applypriority.global.L2::evict_normal
         createpolicy.fractional.L2::evict_{last,normal,first,unchanged}[.L2::evict_unchanged].b64"""),
     (Family("sleep", dests=0), "nanosleep.u32"),
+    (Family("register_budget", dests=0, sync=True, leaves=True),
+        "setmaxnreg.{inc,dec}.sync.aligned.u32"),
     (Family("branch", dests=0), "bra[.uni]"),
     (Family("leave", dests=0), "{ret,exit}"),
     (Family("trap", dests=0), "{trap,brkpt}"),

@@ -36,7 +36,7 @@ RESULT_FAMILIES = ("tmem_load", "wgmma")
 UNIT_FAMILIES = (
     "grid_wait", "bulk_copy", "bulk_tensor", "bulk_group", "async_store", "tmem_alloc",
     "tmem_wait", "tmem_load", "tmem_store", "tmem_copy", "tmem_commit", "tcgen05_mma", "wgmma",
-    "wgmma_group", "mma_sync",
+    "wgmma_group", "mma_sync", "register_budget",
 )  # fmt: skip
 
 

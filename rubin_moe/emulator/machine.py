@@ -29,6 +29,7 @@ from rubin_moe.emulator.native.blocks import (
 from rubin_moe.emulator.native.compiler import Runtime
 from rubin_moe.emulator.order.model import LaunchOrder
 from rubin_moe.emulator.order.operations import Knowledge, Operations
+from rubin_moe.emulator.register_pool import RegisterPool
 from rubin_moe.emulator.report import Statistics
 from rubin_moe.emulator.state import mbarrier
 from rubin_moe.emulator.state.memory import (
@@ -140,6 +141,7 @@ class Cta:
     block: NDArray[np.uint32]
     tmem: TensorMemory | None
     local: NDArray[np.uint8]
+    registers: RegisterPool
     warps: list[Warp] = field(default_factory=list)
     #: operations whose tensor-memory columns lay inside the allocations of now
     columns_checked: dict[int, object] = field(default_factory=dict)
@@ -231,7 +233,8 @@ class Cluster:
         tmem = TensorMemory(self.context.arch) if self.context.arch in CAPACITY else None
         lane_bytes = self.kernel.compiled.local_bytes
         local = np.zeros(max(lane_bytes * LANES * self.geometry.warps, 16) + 64, np.uint8)
-        cta = Cta(rank, coordinates, self, block, tmem, local)  # type: ignore[arg-type]
+        pool = RegisterPool(self.geometry.warps, self.kernel.compiled.max_registers)
+        cta = Cta(rank, coordinates, self, block, tmem, local, pool)  # type: ignore[arg-type]
         if self.shadow is not None:
             cta.local_shadow = aligned_like(local)
             cta.local_shadow.fill(POISON)

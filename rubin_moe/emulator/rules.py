@@ -73,6 +73,17 @@ _MEMORY = (
     ),
 )
 
+_POOL = _rules(
+    "always",
+    "PTX ISA, setmaxnreg",
+    {
+        "setmaxnreg: count": "A thread gets a multiple of 8 registers from 24 to 256.",
+        "setmaxnreg: pool": "What setmaxnreg.inc asks for is in the CTA's pool sooner or later: "
+        "the registers of a thread at launch, times the threads.",
+        "setmaxnreg: warpgroup": "All warps of a warpgroup execute the same setmaxnreg.",
+    },
+)
+
 _POISON = _rules(
     "enforced",
     "PTX ISA, State Spaces: contents are undefined until written",
@@ -360,6 +371,7 @@ TABLE: tuple[Rule, ...] = (
     *_POISON,
     *_ORDER,
     *_PROGRESS,
+    *_POOL,
     *_INSTRUCTION_DESCRIPTOR,
     *_SHARED_DESCRIPTOR,
     *_TENSOR_MEMORY,

@@ -179,6 +179,9 @@ class Scheduler:
     def _deadlock(self, turns: Iterable[Turn]) -> None:
         turns = list(turns)
         rule = "deadlock: spinning" if any(turn.spins() for turn in turns) else "deadlock: waiting"
+        warps = [(turn, warp) for turn in turns for warp in turn.cluster.warps]
+        if any(turn.wants_registers(warp) for turn, warp in warps):
+            rule = "setmaxnreg: pool"
         text = f"kernel {self.kernel.name}: nothing can move. {self._waiters(turns)}"
         raise EmulationError("deadlock", text, rule)
 

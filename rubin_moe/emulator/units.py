@@ -7,7 +7,7 @@ has to wait and must try again; asynchronous work goes to the policy.
 
 from __future__ import annotations
 
-from rubin_moe.emulator import copies, tensor_core
+from rubin_moe.emulator import copies, register_pool, tensor_core
 from rubin_moe.emulator.isa.handoff import UnitSite
 from rubin_moe.emulator.issue import OFFSET, Binder, Handler, lanes, values
 from rubin_moe.emulator.machine import LaunchContext, Warp
@@ -45,6 +45,7 @@ _BINDERS: dict[str, Binder] = {
     "wgmma_group": copies.bind_group("wgmma"),
     "mma_sync": tensor_core.bind_mma_sync,
     "grid_wait": _bind_done,
+    "register_budget": register_pool.bind_setmaxnreg,
 }
 
 

@@ -27,6 +27,7 @@ from rubin_moe.emulator.native.blocks import (
     SLICED,
 )
 from rubin_moe.emulator.order import sentences
+from rubin_moe.emulator.register_pool import waits_for
 from rubin_moe.emulator.state.memory import RANK_SHIFT
 from rubin_moe.emulator.state.registers import FIELDS, LANES, Outcome, Status
 from rubin_moe.emulator.units import bind
@@ -91,6 +92,13 @@ class Turn:
         """Whether a warp could run on."""
         return any(warp.state.get("status") == Status.READY for warp in self.cluster.warps)
 
+    def wants_registers(self, warp: Warp) -> bool:
+        """Whether a warp waits at a setmaxnreg."""
+        if warp.state.get("status") != Status.UNIT:
+            return False
+        site = self.cluster.kernel.compiled.sites[warp.state.get("site")]
+        return site.family == "register_budget"
+
     def reason(self, warp: Warp) -> str:
         """What a warp waits for."""
         state, cluster = warp.state, self.cluster
@@ -107,6 +115,8 @@ class Turn:
             return f"named barrier {index}: {arrived} of {needed} threads"
         if status == Status.CLUSTER:
             return f"cluster barrier: {int(cluster.block[0])} warps of {int(cluster.block[2])}"
+        if self.wants_registers(warp):
+            return waits_for(warp.cta, int(warp.state.args[0, 0]))
         if status == Status.UNIT:
             return "an asynchronous operation or tensor-memory columns"
         return self._spin(warp)
@@ -246,6 +256,7 @@ class Worker:
         if copied:
             self.context.statistics.bytes["cp.async"] += copied
         for cta in cluster.ctas:
+            cta.registers.check(len(cta.warps))
             if cta.tmem is not None and cta.tmem.allocations:
                 held = dict(sorted(cta.tmem.allocations.items()))
                 raise EmulationError(

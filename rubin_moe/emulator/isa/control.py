@@ -2,8 +2,8 @@
 
 One thread runs all warps of a cluster and asynchronous work completes when the policy says so:
 a fence orders accesses towards clusters on other threads alone, and those of proxies and barriers,
-which end at the cluster, order nothing; but the race detector asks for all of them. Prefetches,
-cache policies and register budgets have no functional effect.
+which end at the cluster, order nothing; but the race detector asks for all of them. Prefetches
+and cache policies have no functional effect.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rubin_moe.emulator import EmulationError
+from tests.emulator.engine.harness import module, run
 from tests.emulator.rules.hopper_kernels import kernel, launch, problem
 
 FORMS = [
@@ -83,3 +84,47 @@ def test_a_warpgroup_that_meets_hands_a_stage_back_once() -> None:
     p = problem(16, "bf16", "bf16")
     assert launch(kernel(16, "bf16", "bf16", together), p).findings == []
     np.testing.assert_array_equal(p.result(), p.expected())
+
+
+def budget(first: int, others: int, head: str = ".maxntid 384, 1, 1") -> str:
+    """Warpgroup 0 gives registers up, the others take some."""
+    body = f"""
+ mov.u32 %i0, %tid.x; setp.lt.u32 %p1, %i0, 128; @%p1 bra LESS;
+ setmaxnreg.inc.sync.aligned.u32 {others}; bra END;
+ LESS: setmaxnreg.dec.sync.aligned.u32 {first}; END:"""
+    return module(body, target="sm_90a").replace("k()", f"k()\n{head}")
+
+
+@pytest.mark.parametrize(
+    ("less", "more", "head", "threads"),
+    [(24, 240, ".maxntid 384, 1, 1", 384), (40, 232, ".maxntid 384, 1, 1", 384),
+     (56, 152, ".reqntid 512, 1, 1", 512), (24, 104, ".maxntid 256 .minnctapersm 4", 256)],
+)  # fmt: skip
+def test_registers_that_the_pool_has(less: int, more: int, head: str, threads: int) -> None:
+    for seed in (None, 1):
+        run(budget(less, more, head), [], block=threads, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("less", "more", "head", "rule"),
+    [(48, 232, ".maxntid 384, 1, 1", "setmaxnreg: pool"),
+     (24, 248, ".maxntid 384, 1, 1", "setmaxnreg: pool"),
+     (40, 176, ".maxntid 384, 1, 1 .maxnreg 128", "setmaxnreg: pool"),
+     (20, 232, ".maxntid 384, 1, 1", "setmaxnreg: count"),
+     (24, 264, ".maxntid 384, 1, 1", "setmaxnreg: count")],
+)  # fmt: skip
+def test_registers_that_it_has_not(less: int, more: int, head: str, rule: str) -> None:
+    """(48, 232) hung on an H200: 168 registers a thread at launch do not go round."""
+    with pytest.raises(EmulationError) as error:
+        run(budget(less, more, head), [], block=384)
+    assert error.value.rule == rule
+    if rule == "setmaxnreg: pool":
+        assert f"({more} a thread); " in str(error.value)
+
+
+def test_a_warpgroup_changes_its_registers_together() -> None:
+    body = "mov.u32 %i0, %tid.x; setp.lt.u32 %p1, %i0, 32; @%p1 bra END; "
+    body += "setmaxnreg.dec.sync.aligned.u32 40; END:"
+    with pytest.raises(EmulationError) as error:
+        run(module(body, target="sm_90a"), [], block=128)
+    assert error.value.rule == "setmaxnreg: warpgroup"
