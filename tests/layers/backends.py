@@ -186,14 +186,20 @@ def call(
 
 
 def assert_close(
-    layer: moe.Layer, x: torch.Tensor, ids: np.ndarray, weights: np.ndarray, out: torch.Tensor
+    layer: moe.Layer,
+    x: torch.Tensor,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    out: torch.Tensor,
+    dropped: float = 0.0,
 ) -> None:
     """``out`` within the bound of `tolerance` of the oracle; ids are local to ``layer``."""
     assert out.shape == x.shape
     assert out.dtype == x.dtype
     wide = np.nan_to_num(x.double().numpy())
     expected = moe.moe(layer, wide, ids, weights)
-    bound = tolerance.bound(layer, wide, ids, weights, str(x.dtype).removeprefix("torch."))
+    dtype = str(x.dtype).removeprefix("torch.")
+    bound = tolerance.bound(layer, wide, ids, weights, dtype, dropped)
     error = np.abs(out.double().numpy() - expected)
     inside = error <= bound  # a NaN is not
     assert inside.all(), (

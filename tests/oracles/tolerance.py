@@ -19,7 +19,12 @@ def relative_l2(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def bound(
-    layer: Layer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, dtype: str
+    layer: Layer,
+    x: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    dtype: str,
+    dropped: float = 0.0,
 ) -> np.ndarray:
     """Elementwise ``[M, H]`` bound: fp32 accumulation, ``dtype`` in and out.
 
@@ -31,7 +36,8 @@ def bound(
     With quantized activations (``layer.act_fmt``) nothing is rounded to ``dtype`` between the
     GEMMs (but for ``fp8-e4m3``, whose scale is known at the end of a row only); instead an input of
     FC2 that lies close to a rounding boundary may fall to the other side, which moves it by what
-    `rounding_envelope` says.
+    `rounding_envelope` says. ``dropped``: what FP8 tensor cores lose of a GEMM's sum, relative to
+    the sum of magnitudes.
     """
     u, u32 = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"]
     between = u if layer.act_fmt in (None, "fp8-e4m3") else u32
@@ -50,14 +56,14 @@ def bound(
             b2 = 0 if layer.w2.bias is None else layer.w2.bias[expert].astype(np.float64)
             h = a @ w13[expert].T + b13
             terms = np.abs(a) @ np.abs(w13[expert]).T + np.abs(b13)
-            dh = terms * (a.size * u32) + da @ np.abs(w13[expert]).T
+            dh = terms * (a.size * u32 + dropped) + da @ np.abs(w13[expert]).T
             # a backend may round FC1's result before the activation
             dh = dh + np.abs(h) * between
             act = activate(layer, h)
             da = _activation_error(layer, h, dh) + np.abs(act) * (2 * between)
             act, da = _seen_by_gemm(layer, act, da, 1, expert)
             y = np.abs(act) @ np.abs(w2[expert]).T + np.abs(b2)
-            dy = da @ np.abs(w2[expert]).T + y * (act.size * u32)
+            dy = da @ np.abs(w2[expert]).T + y * (act.size * u32 + dropped)
             # and FC2's result before the weighted sum
             out[token] += (1.0 if layer.weight_on_input else weight) * (dy + y * u)
     return 2 * out + 2.0**-126

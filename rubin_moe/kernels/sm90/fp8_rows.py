@@ -43,7 +43,7 @@ class Fp8Rows:
     ):
         """Launch. Addresses: ``rows`` as above; ``passes`` as `sort.Sort` writes it (tiles only);
         ``codes`` ``[rows, K / 128, 128]`` or ``[passes, K / 128, pass_tokens, 128]``, zeros behind
-        K; ``scales`` float32 ``[rows]`` or ``[passes, pass_tokens]``."""
+        K; ``scales`` float32 of each row, by its number in ``passes``."""
         self.kernel(rows, passes, codes, scales, num_rows).launch(
             grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
@@ -64,12 +64,14 @@ class Fp8Rows:
             if cutlass.const_expr(self.pass_tokens > 0):
                 index = row // self.pass_tokens
                 place = row - index * self.pass_tokens
-                count = ptx.load_s32(passes + Int64(1 + index) * 16 + 8)
+                record = passes + Int64(1 + index) * 16
+                first = ptx.load_s32(record + 4)
+                count = ptx.load_s32(record + 8)
                 if place < count:
                     tile = Int64(index) * (self.pass_tokens * 128)
                     source = rows + tile * self.k_blocks + Int64(place * 128)
                     target = codes + tile * self.chunks + Int64(place * 128)
-                    self.one(lane, source, target, scales, row, place & 7)
+                    self.one(lane, source, target, scales, first + place, place & 7)
             else:
                 source = rows + Int64(row) * (self.k_blocks * 128)
                 target = codes + Int64(row) * (self.chunks * 128)

@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from rubin_moe.errors import FormatError
-from rubin_moe.formats.e2m1 import VALUES
 from rubin_moe.formats.spec import MXFP4
 from rubin_moe.formats.ue8m0 import UE8M0
-
-LEAST, MOST = -8, 6  # exponents that an element may be moved by
-EXPONENTS = MOST - LEAST + 1
-ENTRY = 8  # bytes of the kernel's table: the eight magnitudes as E4M3
+from rubin_moe.kernels.sm90.fp8_plan import ENTRY, EXPONENTS, MOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +56,3 @@ def fp8_scales(qdata: Tensor, sf: Tensor, name: str) -> Fp8Scales:
         )
     alpha = torch.exp2((high[:, 0] - UE8M0.bias - MOST).double()).float()
     return Fp8Scales((entry * ENTRY).to(torch.uint8), alpha)
-
-
-def table_words() -> list[tuple[int, int]]:
-    """The kernel's table: for each exponent the E4M3 bytes of `VALUES` times ``2^n``, four a word,
-    the first in the lowest byte."""
-    out = []
-    for exponent in range(LEAST, MOST + 1):
-        values = torch.tensor(VALUES) * 2.0**exponent
-        codes = values.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
-        low, high = (int.from_bytes(bytes(codes[i : i + 4]), "little") for i in (0, 4))
-        out.append((low, high))
-    return out

@@ -109,25 +109,28 @@ class Sm90Kernel:
             raise FormatError(
                 f"{weights.name}: {weights.fmt} weights for {self.problem.weight_format}"
             )
-        e, sizes, device = weights.num_experts, self.sizes, self.device
+        e, sizes = weights.num_experts, self.sizes
         rows = GateUpRows(stripe=8, half_multiple=64) if sizes.gated else None
         w13, alpha13 = self._blocks(weights, "w13", weights.halves, rows, sizes.hidden)
         w2, alpha2 = self._blocks(weights, "w2", 1, None, sizes.padded_intermediate)
-        zeros = partial(torch.zeros, dtype=torch.float32, device=device)  # not the default dtype
-        bias13 = bias2 = zeros(1)
-        if self.problem.has_bias:
-            bias13 = zeros(e, sizes.tiles13 * 16)
-            bias2 = zeros(e, sizes.hidden)
-            if weights.w13.bias is not None:
-                ordered = weights.w13.bias.to(device)
-                if sizes.gated:
-                    ordered = GateUpRows(stripe=8, half_multiple=64, axis=-1).pack(ordered)
-                bias13[:, : ordered.shape[1]] = ordered
-            if weights.w2.bias is not None:
-                bias2.copy_(weights.w2.bias)
-        return Sm90Experts(
-            w13, w2, alpha13.expand(e, 2).contiguous(), alpha2.reshape(e), bias13, bias2
-        )
+        alphas = alpha13.expand(e, 2).contiguous(), alpha2.reshape(e)
+        return Sm90Experts(w13, w2, *alphas, *self._biases(weights))
+
+    def _biases(self, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+        """Of FC1 in the order of the blocks' rows, and of FC2."""
+        e, sizes = weights.num_experts, self.sizes
+        zeros = partial(torch.zeros, dtype=torch.float32, device=self.device)  # not the default's
+        if not self.problem.has_bias:
+            return zeros(1), zeros(1)
+        bias13, bias2 = zeros(e, sizes.tiles13 * 16), zeros(e, sizes.hidden)
+        if weights.w13.bias is not None:
+            ordered = weights.w13.bias.to(self.device)
+            if sizes.gated:
+                ordered = GateUpRows(stripe=8, half_multiple=64, axis=-1).pack(ordered)
+            bias13[:, : ordered.shape[1]] = ordered
+        if weights.w2.bias is not None:
+            bias2.copy_(weights.w2.bias)
+        return bias13, bias2
 
     def _blocks(
         self, weights: ExpertWeights, name: str, halves: int, rows: GateUpRows | None, k: int

@@ -7,7 +7,8 @@ from rubin_moe.errors import FormatError
 from rubin_moe.formats import e2m1, e4m3
 from rubin_moe.formats.quantize import dequantize
 from rubin_moe.formats.spec import MXFP4
-from rubin_moe.kernels.sm90.fp8_scales import EXPONENTS, Fp8Scales, fp8_scales, table_words
+from rubin_moe.kernels.sm90.fp8_plan import EXPONENTS, table_words
+from rubin_moe.kernels.sm90.fp8_scales import Fp8Scales, fp8_scales
 
 
 def random_codes(n: int, k: int) -> torch.Tensor:
