@@ -208,11 +208,9 @@ def _without_experts(folder: Path) -> Any:
 @torch.inference_mode()
 def gaps(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[float]:
     """How far each generated token's logit is below the reference's largest, 0 where it is that
-    one, in standard deviations of the position's logits."""
-    out = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([prompt + answer])
-        logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
-        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        out += ((logits.max(-1).values - chosen) / logits.std(-1)).tolist()
+    one, in standard deviations of the position's logits. Prompts of one length, and answers."""
+    ids = torch.tensor([[*p, *a] for p, a in zip(prompts, answers, strict=True)])
+    logits = model(ids).logits[:, len(prompts[0]) - 1 : -1].double()
+    chosen = logits.gather(-1, torch.tensor(answers)[:, :, None])[:, :, 0]
+    out: list[float] = ((logits.max(-1).values - chosen) / logits.std(-1)).flatten().tolist()
     return out

@@ -1,10 +1,10 @@
 """vLLM on one GPU with rubin_moe's experts and with Marlin's: same tokens, how many a second.
 
 ``all FOLDER`` makes the checkpoints (`h200_models`; the shipped model is there), starts an engine
-for each of them and each implementation so that they load side by side, lets one after another
-generate and time itself, compares the tokens with the CPU backend's and writes
-docs/results/h200_serve.json. CUDA graphs are on for decoding. ``compile`` fills the kernel cache
-for the same layers and needs no GPU.
+for each of them and each implementation, and the CPU backend's model, so that they load side by
+side, lets one engine after another generate and time itself, in several rounds, compares the tokens
+with the CPU backend's and writes docs/results/h200_serve.json. CUDA graphs are on for decoding.
+``compile`` fills the kernel cache for the same layers and needs no GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ OURS, PEER = "rubin_moe", "marlin"
 BATCHES = (1, 8, 64)
 PROMPT, CHECKED, SHORT, LONG = 32, 48, 8, 136  # tokens: of a prompt, compared, of two timed runs
 STEP, LONG_PROMPT, LONG_PROMPTS = 4096, 500, 64  # prefill: tokens of a step, its prompts
+ROUNDS = 3  # of all engines, one after another
 NEAR_TIE = 0.1  # standard deviations of a position's logits; bfloat16 against float32
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -80,49 +81,56 @@ def generate(llm: Any, asked: list[list[int]], num_tokens: int) -> list[list[int
 
 
 def tokens_per_second(llm: Any, batch: int) -> float:
-    """Of decoding alone: two runs whose answers differ in length; the median of three pairs."""
-    asked, seconds = prompts(batch), []
+    """Of decoding alone: two runs whose answers differ in length."""
+    asked, spent = prompts(batch), []
     generate(llm, asked, SHORT)
-    for _ in range(3):
-        spent = []
-        for length in (SHORT, LONG):
-            start = time.perf_counter()
-            generate(llm, asked, length)
-            spent.append(time.perf_counter() - start)
-        seconds.append(spent[1] - spent[0])
-    return batch * (LONG - SHORT) / statistics.median(seconds)
+    for length in (SHORT, LONG):
+        start = time.perf_counter()
+        generate(llm, asked, length)
+        spent.append(time.perf_counter() - start)
+    return batch * (LONG - SHORT) / (spent[1] - spent[0])
 
 
 def prefill_tokens_per_second(llm: Any) -> float:
-    """Of long prompts that are answered with one token; the median of three runs."""
-    asked, seconds = prompts(LONG_PROMPTS, LONG_PROMPT), []
+    """Of long prompts that are answered with one token."""
+    asked = prompts(LONG_PROMPTS, LONG_PROMPT)
     generate(llm, asked[:8], 1)
-    for _ in range(3):
-        start = time.perf_counter()
-        generate(llm, asked, 1)
-        seconds.append(time.perf_counter() - start)
-    return LONG_PROMPTS * LONG_PROMPT / statistics.median(seconds)
+    start = time.perf_counter()
+    generate(llm, asked, 1)
+    return LONG_PROMPTS * LONG_PROMPT / (time.perf_counter() - start)
+
+
+def measure(llm: Any) -> dict[str, float]:
+    """One round."""
+    found = {f"tokens_per_second_{b}": tokens_per_second(llm, b) for b in BATCHES}
+    return found | {"prefill_tokens_per_second": prefill_tokens_per_second(llm)}
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
 
 
 @app.command()
 def worker(model: str, impl: str, folder: Path) -> None:
-    """One engine: ``folder / MODEL.IMPL.json``."""
+    """One engine: ``folder / MODEL.IMPL.json``, medians over the rounds."""
     os.environ.update(ENVIRONMENT)
-    stem = folder / f"{model}.{impl}"
+    stem = f"{folder}/{model}.{impl}"
     start = time.perf_counter()
     llm = engine(model, impl, folder)
-    ready = time.perf_counter() - start
-    Path(f"{stem}.ready").touch()
-    while not Path(f"{stem}.go").exists():
-        time.sleep(0.02)
     mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     row: dict[str, Any] = {"model": model, "impl": impl, "cudagraph_mode": mode.name}
-    row["start_seconds"] = round(ready, 1)
-    row["tokens"] = generate(llm, prompts(8), CHECKED)
-    for batch in BATCHES:
-        row[f"tokens_per_second_{batch}"] = round(tokens_per_second(llm, batch), 1)
-    row["prefill_tokens_per_second"] = round(prefill_tokens_per_second(llm))
-    Path(f"{stem}.json").write_text(json.dumps(row))
+    row["start_seconds"] = round(time.perf_counter() - start, 1)
+    Path(f"{stem}.ready").touch()
+    rounds = []
+    for number in range(ROUNDS):
+        wait_for(Path(f"{stem}.go{number}"))
+        if number == 0:
+            row["tokens"] = generate(llm, prompts(8), CHECKED)
+        rounds.append(measure(llm))
+        medians = {k: round(statistics.median(r[k] for r in rounds), 1) for k in rounds[0]}
+        Path(f"{stem}.json").write_text(json.dumps(row | medians | {"rounds": len(rounds)}))
+        Path(f"{stem}.done{number}").touch()
 
 
 @app.command()
@@ -131,6 +139,8 @@ def reference(model: str, folder: Path) -> None:
     from h200_models import gaps, reference_model
 
     found, out = reference_model(folder_of(model, folder)), {}
+    (folder / f"{model}.reference.ready").touch()
+    wait_for(folder / f"{model}.reference.go")
     for impl in (OURS, PEER):
         path = folder / f"{model}.{impl}.json"
         if path.exists():
@@ -166,33 +176,31 @@ def run_all(
         if name != "kjv" and not (folder / name / "config.json").exists():
             make(name, folder / name)
             print("made", name, flush=True)
-    jobs = {f"{m}.{i}": _start(folder, "worker", m, i) for m in names for i in (OURS, PEER)}
     begin = time.monotonic()
-    for name, process in jobs.items():
-        ready = folder / f"{name}.ready"
-        while not ready.exists() and process.poll() is None and time.monotonic() - begin < ready_s:
-            time.sleep(0.2)
-    print(f"{time.monotonic() - begin:.0f} s: loaded", flush=True)
-    for name, process in jobs.items():
+    engines = {f"{m}.{i}": _start(folder, "worker", m, i) for m in names for i in (OURS, PEER)}
+    references = {f"{m}.reference": _start(folder, "reference", m) for m in names}
+    everything = _ready(folder, engines | references, ready_s)
+    print(f"{time.monotonic() - begin:.0f} s: loaded", *everything, flush=True)
+    for number in range(ROUNDS):
+        for name in (n for n in engines if n in everything):
+            (folder / f"{name}.go{number}").touch()
+            _until(folder / f"{name}.done{number}", everything[name], 60)
+        print(f"{time.monotonic() - begin:.0f} s: round {number}", flush=True)
+    for name in references:  # not beside what is timed
         (folder / f"{name}.go").touch()
-        if (folder / f"{name}.ready").exists():
-            _wait(process, 120)
-        else:
-            process.kill()
-        if not (folder / f"{name}.json").exists():
-            print(name, (folder / f"worker.{name}.log").read_text()[-1500:], flush=True)
-        print(f"{time.monotonic() - begin:.0f} s: {name}", flush=True)
-    for process in [_start(folder, "reference", m) for m in names]:  # not beside what is timed
-        _wait(process, 400)
-    rows = [_row(folder, name) for name in jobs if (folder / f"{name}.json").exists()]
+    for process in everything.values():
+        _wait(process, 200)
+    print(f"{time.monotonic() - begin:.0f} s: compared", flush=True)
+    rows = [_row(folder, name) for name in engines if (folder / f"{name}.json").exists()]
     for row in rows:
         print(row)
     head = provenance(("torch", "triton", "transformers", "vllm"), "cuda")
     head["what"] = (
         f"greedy decoding with CUDA graphs; tokens a second of 1, 8 and 64 requests at once, "
         f"{LONG - SHORT} tokens each, and of prefill, {LONG_PROMPTS} prompts of {LONG_PROMPT} "
-        f"tokens, {STEP} a step; compared: {CHECKED} tokens after 8 prompts, with the CPU "
-        f"backend in float32 on the same tokens, in standard deviations of a position's logits"
+        f"tokens, {STEP} a step; medians of {ROUNDS} rounds, each of all engines in turn; "
+        f"compared: {CHECKED} tokens after 8 prompts, with the CPU backend in float32 on the same "
+        f"tokens, in standard deviations of a position's logits"
     )
     write_result(report, head, rows)
     ours = [row for row in rows if row["impl"] == OURS]
@@ -200,10 +208,37 @@ def run_all(
 
 
 def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
+    """The reference models share the cores; an engine sets its own threads."""
     log = (folder / f"{'.'.join(command)}.log").open("wb")
+    threads = max(1, (os.cpu_count() or 1) // len(MODELS))
     return subprocess.Popen(
-        [sys.executable, __file__, *command, str(folder)], stdout=log, stderr=subprocess.STDOUT
-    )
+        [sys.executable, __file__, *command, str(folder)], stdout=log, stderr=subprocess.STDOUT,
+        env=dict(os.environ, OMP_NUM_THREADS=str(threads)),
+    )  # fmt: skip
+
+
+Processes = dict[str, subprocess.Popen[bytes]]
+
+
+def _ready(folder: Path, processes: Processes, seconds: float) -> Processes:
+    """Those that are ready in time; the others are ended, and the ends of their logs printed."""
+    end, out = time.monotonic() + seconds, {}
+    for name, process in processes.items():
+        if _until(folder / f"{name}.ready", process, end - time.monotonic()):
+            out[name] = process
+        else:
+            process.kill()
+            for log in folder.glob(f"*{name.removesuffix('.reference')}.log"):
+                print(name, log.read_text()[-1500:], flush=True)
+    return out
+
+
+def _until(path: Path, process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether the process makes the file in time."""
+    end = time.monotonic() + seconds
+    while not path.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    return path.exists()
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
