@@ -155,7 +155,7 @@ class Assembler:
 
 def port_points(ptx: str, plan: plans.GemmPlan) -> Row:
     """Verdict by number of the ten points."""
-    points = check_ptx(ptx, plan.smem, ("sB", "sSFB"))
+    points = check_ptx(ptx, plan.smem, plans.GATHERED)
     return {str(point.number): point.status for point in points}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from rubin_moe.arch import instr_desc
 from rubin_moe.arch.ptx_facts import MmaFact, PtxFacts, read_ptx, target_of
 from rubin_moe.arch.sm107 import SM107A
 from rubin_moe.arch.smem_plan import SmemPlan
@@ -30,8 +31,26 @@ class Point:
 
 
 @dataclass(frozen=True)
+class PlannedKernel:
+    """What a plan fixes of a kernel before there is code.
+
+    Attributes:
+        descriptors: instruction descriptors, N = 0 where it is set at run time.
+        columns: of tensor memory that are allocated.
+        cp_async_buffers: names in ``smem`` of what ``cp.async.cg`` fills.
+    """
+
+    kind: str
+    cta_group: int
+    descriptors: tuple[int, ...]
+    columns: int
+    smem: SmemPlan
+    cp_async_buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Subject:
-    """A kernel to check: its PTX facts, and its shared-memory plan if there is one."""
+    """A kernel to check: its facts, and its shared-memory plan if there is one."""
 
     facts: PtxFacts
     smem: SmemPlan | None = None
@@ -52,7 +71,25 @@ def check_ptx(
     target = target_of(text)
     if target != SM107A.name:
         raise PlanError(f"compiled for {target}: the checklist is about {SM107A.name} code")
-    subject = Subject(read_ptx(text, SM107A), smem, cp_async_buffers)
+    return _points(Subject(read_ptx(text, SM107A), smem, cp_async_buffers))
+
+
+def check_plan(plan: PlannedKernel) -> list[Point]:
+    """All ten points for a plan alone: as for code that does what the plan says and no more. Raises
+    PlanError for a descriptor that sm_107a does not have."""
+    mmas = tuple(
+        MmaFact(
+            plan.kind, plan.cta_group, instr_desc.decode(SM107A, plan.kind, word), word,
+            runtime_n=not word >> 17 & 0x3F, shifted_ids=False, masked_ids=False,
+        )
+        for word in plan.descriptors
+    )  # fmt: skip
+    copies = {"cp.async.cg"} if plan.cp_async_buffers else set()
+    facts = PtxFacts(SM107A.name, frozenset(copies), mmas, (plan.columns,), 0, False)
+    return _points(Subject(facts, plan.smem, plan.cp_async_buffers))
+
+
+def _points(subject: Subject) -> list[Point]:
     return [
         Point(number, title, *rule(subject)) for number, (title, rule) in enumerate(RULES, start=1)
     ]

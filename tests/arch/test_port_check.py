@@ -1,15 +1,17 @@
 """The ten points over small PTX texts; the long form runs over the peers' kernels."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from rubin_moe.arch import SM107A
-from rubin_moe.arch.port_check import check_ptx
+from rubin_moe.arch.port_check import PlannedKernel, check_plan, check_ptx
 from rubin_moe.arch.smem_plan import Buffer, Placed, SmemPlan, plan_smem
 from rubin_moe.cli import app
 from rubin_moe.errors import PlanError
+from rubin_moe.kernels.sm107.plan import OPERANDS, TILES_N
 
 HEADER = ".version 9.4\n.target sm_107a\n.address_size 64\n"
 MMA = (
@@ -91,6 +93,41 @@ def test_cp_async_needs_the_plan_and_is_judged_by_it():
     assert verdicts(text, smem=low, cp_async_buffers=("sSFB",))[5][0] == "met"
     high = SmemPlan((Placed("sSFB", 0x3D000, 0x2000, 1),), {}, False, 0, 0x3F000, 334_848)
     assert verdicts(text, smem=high, cp_async_buffers=("sSFB",))[5][0] == "missed"
+
+
+@pytest.mark.parametrize("fmt", OPERANDS)
+@pytest.mark.parametrize("tile_n", TILES_N)
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_a_plan_alone_is_checked(fmt, tile_n, ctas):
+    result = CliRunner().invoke(app, ["check-port", "--plan", f"{fmt}:{tile_n}:{ctas}", "--json"])
+    assert result.exit_code == 0, result.output
+    points = {p["number"]: p for p in json.loads(result.stdout)}
+    assert {n for n, p in points.items() if p["status"] == "met"} >= {1, 2, 4, 5, 8}
+    assert (points[3]["status"] == "met") == (fmt == "mxfp8")
+    assert (points[9]["status"] == "met") == (fmt == "nvfp4-ue5m3")
+
+
+def test_a_plan_can_miss_points():
+    good = SmemPlan((Placed("sB", 0x1000, 0x2000, 1),), {}, False, 0, 0x3F000, 334_848)
+    high = SmemPlan((Placed("sB", 0x3D000, 0x2000, 1),), {}, False, 0, 0x3F000, 334_848)
+    sound = PlannedKernel("mxf4nvf4", 1, (0x08200488,), 576, good, ("sB",))
+    assert {p.number for p in check_plan(sound) if p.status == "missed"} == set()
+    for number, change in (
+        (1, {"descriptors": (0x08200480,)}),
+        (4, {"columns": 530}),
+        (5, {"smem": high}),
+    ):
+        points = check_plan(replace(sound, **change))
+        assert [p.number for p in points if p.status == "missed"] == [number]
+
+
+def test_a_plan_decides_what_a_ptx_alone_leaves_open(tmp_path):
+    path = tmp_path / "kernel.ptx"
+    path.write_text(module(0x08200488, extra="cp.async.cg.shared.global [%r30], [%rd9], 16;"))
+    alone = CliRunner().invoke(app, ["check-port", str(path)])
+    both = CliRunner().invoke(app, ["check-port", str(path), "--plan", "nvfp4-ue4m3:64"])
+    assert "give the plan" in alone.stdout
+    assert "sB, sSFB below 0x3e000" in both.stdout
 
 
 def test_b_reuse_and_the_order_of_its_copies():

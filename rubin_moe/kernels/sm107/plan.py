@@ -28,6 +28,8 @@ FIRST_GATHER_WARP = WEIGHT_WARP + 1
 THREADS = 32 * (EPILOGUE_WARPS + 2 + GATHER_WARPS)
 LAG = 3  # cp.async groups a gather thread keeps in flight
 TILES_N = (32, 64, 128, 256)
+GATHERED = ("sB", "sSFB")
+"""Buffers that `cp.async.cg` fills."""
 SUBTILE = 32  # tokens that an epilogue warp drains at once
 TOKEN_STAGES = 6
 """Of a split ring at most: tokens are few and lie in L2, weights come from HBM."""
