@@ -29,16 +29,19 @@ def layer_of(fmt: str = "nvfp4-ue4m3", sizes: tuple[int, int] = SIZES) -> moe.La
     return problems.layer(3, fmt, EXPERTS, *sizes)
 
 
-def served(layer: moe.Layer) -> MoEExperts:
+def served(layer: moe.Layer, batch_invariant: bool = False) -> MoEExperts:
     """As a server has it: the backend's own choice of kernel for every number of tokens."""
     weights = weights_of(layer)
-    return MoEExperts(weights, problem_of(weights, TOP_K, Activation()), detect("cuda"), "sm90")
+    problem = problem_of(weights, TOP_K, Activation(), batch_invariant=batch_invariant)
+    return MoEExperts(weights, problem, detect("cuda"), "sm90")
 
 
-def batch(num_tokens: int, seed: int = 2, hidden: int = SIZES[0]) -> tuple[torch.Tensor, ...]:
+def batch(
+    num_tokens: int, seed: int = 2, hidden: int = SIZES[0], kind: str = "uniform"
+) -> tuple[torch.Tensor, ...]:
     """x, ids and weights, on the GPU."""
     x = tokens(seed, num_tokens, hidden, torch.bfloat16)
-    routed = problems.routing(seed, "uniform", num_tokens, EXPERTS, TOP_K)
+    routed = problems.routing(seed, kind, num_tokens, EXPERTS, TOP_K)
     return (x.cuda(), *(torch.from_numpy(t).cuda() for t in routed))
 
 
@@ -48,31 +51,53 @@ def check(layer: moe.Layer, args: tuple[torch.Tensor, ...], out: torch.Tensor) -
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33, 200, 1100])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33, 150, 200, 1100])
 def test_any_number_of_tokens(fmt, num_tokens):
-    """Both kernels, and more tokens than one launch takes."""
+    """Decode, wide passes, and prefill."""
     layer = layer_of(fmt)
     args = batch(num_tokens)
     args[1][torch.rand(args[1].shape, device="cuda") < 0.1] = -1
     check(layer, args, served(layer)(*args))
 
 
-@pytest.mark.parametrize("num_tokens", [33, 200])
+@pytest.mark.parametrize("kind", [*problems.ROUTINGS, "all_to_one"])
+def test_skewed_routings_of_many_tokens(kind):
+    """Some rows are compared: the oracle computes them one by one."""
+    layer, num_tokens = layer_of(), 16384
+    x, ids, weights = batch(num_tokens, kind="uniform" if kind == "all_to_one" else kind)
+    if kind == "all_to_one":
+        ids[:, 0], ids[:, 1] = 5, -1
+    out = served(layer)(x, ids, weights)
+    some = slice(0, num_tokens, 331)
+    check(layer, (x[some], ids[some], weights[some]), out[some])
+
+
+@pytest.mark.parametrize("num_tokens", [33, 200, 4096])
 def test_twenty_runs_are_bit_equal(num_tokens):
     experts, args = served(layer_of()), batch(num_tokens)
     first = experts(*args)
     assert all(torch.equal(experts(*args), first) for _ in range(20))
 
 
-@pytest.mark.parametrize("num_tokens", [33, 200])
-def test_a_row_alone_is_that_row_of_a_batch(num_tokens):
-    experts, args = served(layer_of()), batch(num_tokens)
+@pytest.mark.parametrize(
+    ("num_tokens", "batch_invariant"), [(33, False), (33, True), (200, True), (1100, True)]
+)
+def test_a_row_alone_is_that_row_of_a_batch(num_tokens, batch_invariant):
+    experts, args = served(layer_of(), batch_invariant), batch(num_tokens)
     whole = experts(*args)
     alone = [experts(*(t[row : row + 1] for t in args)) for row in range(num_tokens)]
     assert torch.equal(torch.cat(alone), whole)
 
 
-@pytest.mark.parametrize("num_tokens", [33, 200])
+def test_rows_of_a_prefill_do_not_depend_on_the_others():
+    """Of its own regime: not on their number, nor on their order."""
+    experts, args = served(layer_of()), batch(3000)
+    whole = experts(*args)
+    for rows in (slice(0, 700), slice(700, 3000), torch.randperm(3000)[:2000]):
+        assert torch.equal(experts(*(t[rows] for t in args)), whole[rows])
+
+
+@pytest.mark.parametrize("num_tokens", [33, 200, 1100])
 def test_a_graph_is_replayed_with_other_routings(num_tokens):
     experts, args = served(layer_of()), batch(num_tokens)
     experts(*args)
@@ -88,16 +113,18 @@ def test_a_graph_is_replayed_with_other_routings(num_tokens):
         assert torch.equal(out, experts(*fresh))
 
 
-def test_torch_compile_sees_one_operator():
-    experts, args = served(layer_of()), batch(33)
-    ops.bind("hw.compiled", experts)
-    call = partial(ops.moe_experts, expert_map=None, name="hw.compiled")
+@pytest.mark.parametrize("num_tokens", [33, 1100])
+def test_torch_compile_sees_one_operator(num_tokens):
+    experts, args = served(layer_of()), batch(num_tokens)
+    ops.bind(f"hw.compiled.{num_tokens}", experts)
+    call = partial(ops.moe_experts, expert_map=None, name=f"hw.compiled.{num_tokens}")
     compiled = torch.compile(lambda *a: call(*a) * 2, fullgraph=True)
     assert torch.equal(compiled(*args), experts(*args) * 2)
 
 
-def test_a_call_waits_for_nothing():
-    experts, args = served(layer_of()), batch(33)
+@pytest.mark.parametrize("num_tokens", [33, 1100])
+def test_a_call_waits_for_nothing(num_tokens):
+    experts, args = served(layer_of()), batch(num_tokens)
     expected = experts(*args)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -110,7 +137,7 @@ def test_a_call_waits_for_nothing():
 def test_rows_longer_than_a_block_can_hold():
     layer = layer_of(sizes=LONG_ROWS)
     experts = served(layer)
-    for num_tokens in (1, 33):
+    for num_tokens in (1, 33, 300):
         args = batch(num_tokens, hidden=LONG_ROWS[0])
         check(layer, args, experts(*args))
 
@@ -131,7 +158,8 @@ def test_more_elements_than_an_int32_counts():
 HERE = Path(__file__).parent
 ONE_LAUNCH = {
     "decode": f"{HERE / 'test_hw.py'}::test_any_number_of_tokens[33-nvfp4-ue4m3]",
-    "wide": f"{HERE / 'test_hw.py'}::test_any_number_of_tokens[200-nvfp4-ue4m3]",
+    "wide": f"{HERE / 'test_hw.py'}::test_any_number_of_tokens[150-nvfp4-ue4m3]",
+    "prefill": f"{HERE / 'test_hw.py'}::test_any_number_of_tokens[1100-nvfp4-ue4m3]",
     "top_k": f"{HERE / 'test_route.py'}::test_the_best_of_softmax[True-128-8-dtype0-gpu]",
     "triton": f"{HERE.parent / 'triton' / 'test_layer.py'}::test_gpt_oss_in_float16[gpu]",
 }

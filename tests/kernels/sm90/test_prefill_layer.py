@@ -20,7 +20,7 @@ KINDS = {
     "gelu_tanh": {},
     "relu2": {"bias": True},
 }
-TILES = PrefillTiles(pass_tokens=16, groups=1, stages13=2, stages2=2, panel=2)
+TILES = PrefillTiles(pass_tokens=16, groups=1, stages13=2, stages2=2, panel=2, lag=1)
 
 
 def small(fmt: str = "nvfp4-ue4m3", **fields: object) -> moe.Layer:
