@@ -189,7 +189,7 @@ def test_weights_read_the_same_bytes_each_time_and_a_wide_row_is_named():
 @pytest.mark.parametrize(
     ("tiles", "message"),
     [
-        (Fp8Tiles(pass_tokens=168, stages13=3, stages2=3), "8 to 160 tokens"),
+        (Fp8Tiles(pass_tokens=168, stages13=4, stages2=4), "8 to 160 tokens"),
         (Fp8Tiles(promote=-1), "promote -1"),
         (Fp8Tiles(stages13=9), "shared memory"),
     ],
