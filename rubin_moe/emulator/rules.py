@@ -140,8 +140,9 @@ _ORDER = (
         "isa",
         "PTX ISA, tcgen05 memory consistency model; Async proxy",
         {
-            "order: tcgen05 fence": "Between a barrier and tcgen05 operations of another warp lies "
-            "tcgen05.fence (no peer kernel has one).",
+            "order: tcgen05 fence": "tcgen05.fence stands before and after a synchronisation that "
+            "orders tcgen05 operations of two warps; a commit is the first one itself (no peer "
+            "kernel has one).",
             "order: wait::ld": "Registers of tcgen05.ld are read after tcgen05.wait::ld (every "
             "peer kernel reads them before).",
             "order: cp.async proxy fence": "Between cp.async into shared memory and an "

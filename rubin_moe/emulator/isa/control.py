@@ -11,7 +11,13 @@ from __future__ import annotations
 from rubin_moe.emulator.codegen import Emitter
 from rubin_moe.emulator.native.blocks import TRAP_INSTRUCTION
 from rubin_moe.emulator.native.ir import V64
-from rubin_moe.emulator.order.layout import FENCE_INIT, FENCE_MEMORY, FENCE_PROXY, FENCE_TENSOR
+from rubin_moe.emulator.order.layout import (
+    FENCE_AFTER,
+    FENCE_BEFORE,
+    FENCE_INIT,
+    FENCE_MEMORY,
+    FENCE_PROXY,
+)
 from rubin_moe.emulator.ptx.ast import Instruction
 from rubin_moe.emulator.state.registers import Outcome
 
@@ -26,7 +32,9 @@ def emit_hint(em: Emitter, ins: Instruction) -> None:
     elif ins.parts[:3] == ("fence", "proxy", "async"):
         em.ordered("fence", FENCE_PROXY)
     elif ins.parts == ("tcgen05", "fence::after_thread_sync"):
-        em.ordered("fence", FENCE_TENSOR)
+        em.ordered("fence", FENCE_AFTER)
+    elif ins.parts == ("tcgen05", "fence::before_thread_sync"):
+        em.ordered("fence", FENCE_BEFORE)
     elif ins.parts[:2] == ("fence", "mbarrier_init"):
         em.ordered("fence", FENCE_INIT)
     if ins.parts[0] == "createpolicy":

@@ -46,6 +46,7 @@ from .layout import (
     LEFT,
     LEFT_COUNT,
     LENGTH,
+    LOAD,
     LOG,
     LOG_COUNT,
     LOG_KEY_LIMIT,
@@ -80,8 +81,10 @@ from .layout import (
     SMEM_PLANE,
     SMEM_SHADOW,
     SMEM_WORDS,
+    STORE,
     STRONG,
     TENSOR,
+    TENSOR_FENCE,
     TENSOR_FENCED,
     TENSOR_PLACE,
     TMEM_PLANE,
@@ -96,7 +99,7 @@ from .layout import (
     WRITE,
 )
 from .raw import half, wide, word
-from .synchronise import flag_access, join
+from .synchronise import flag_access, join, pipe, tensor_fence
 
 inner = njit(error_model="numpy", nogil=True)
 
@@ -456,22 +459,42 @@ def warp_of(B, component):
 
 
 @inner
-def unfenced(B, entry, count, mine, place):
-    """Report what other warps wrote to tensor memory before the last tcgen05.fence of this one."""
+def is_fenced(B, fenced, warp, held):
+    """Whether tcgen05.fence lies on both sides of the synchronisation between what another warp did
+    to tensor memory and ``warp``, which knew ``fenced`` at its last fence after one. A commit is a
+    fence before one itself."""
     b = wide(B)
-    warp = warp_of(B, (mine >> COMPONENT_SHIFT) & COMPONENT_MASK)
+    component = (held >> COMPONENT_SHIFT) & COMPONENT_MASK
+    clock = (held >> CLOCK_SHIFT) & CLOCK_MASK
+    other = warp_of(B, component)
+    if other == warp:
+        return True
+    if fenced[component] < clock:
+        return False
+    kind = (component - b[PIPE0]) // b[WARPS]
+    if component < b[PIPE0] or (kind != LOAD and kind != STORE):
+        return True
+    number = fenced[pipe(B, other, TENSOR_FENCE)]
+    return number > 0 and tensor_fence(B, other, number)[kind - LOAD] >= clock
+
+
+@inner
+def unfenced(B, entry, plane, count, mine, write, place):
+    """Report accesses of other warps to tensor memory that no tcgen05.fence orders before this
+    one: writes, and, before a write that is not tcgen05.dealloc, reads."""
+    b = wide(B)
+    component = (mine >> COMPONENT_SHIFT) & COMPONENT_MASK
+    warp = warp_of(B, component)
     fenced = word(b[TENSOR_FENCED] + 4 * b[LENGTH] * warp)
-    written, good = wide(entry), 0
-    for i in range(count):
-        held = written[i]
-        if held == good or held == 0:
-            continue
-        good = held
-        component = (held >> COMPONENT_SHIFT) & COMPONENT_MASK
-        if warp_of(B, component) == warp:
-            continue
-        if fenced[component] < (held >> CLOCK_SHIFT) & CLOCK_MASK:
-            log(B, UNFENCED, mine, held, place + i)
+    for number in range(PLANES if write and component >= b[PIPE0] else 1):
+        seen, good = wide(entry + number * plane), 0
+        for i in range(count):
+            held = seen[i]
+            if held != good and held != 0:
+                if is_fenced(B, fenced, warp, held):
+                    good = held
+                else:
+                    log(B, UNFENCED, mine, held, place + i)
 
 
 @inner
@@ -489,7 +512,7 @@ def note_cells(B, rank, boxes, count, row, mine, write):
             cell = (first + run) * CELLS_A_COLUMN + low
             entry = b[TMEM_SHADOW] + 8 * (rank * CELLS + cell)
             place = 1 << TENSOR_PLACE | rank << 48 | cell
-            unfenced(B, entry, length, mine, place)
+            unfenced(B, entry, b[TMEM_PLANE], length, mine, write, place)
             if not note_words(B, entry, b[TMEM_PLANE], length, row, mine, write, 0, place, 1):
                 return 0
     return 1

@@ -2,9 +2,9 @@
 
 **Components.** Each warp is one. Its asynchronous work has further ones, since knowing a warp says
 nothing about what the warp set going: ``cp.async``, the tensor pipe (tcgen05.mma, cp and commit, or
-wgmma), tcgen05.ld, tcgen05.st, reads and writes of bulk copies by groups, and a count of published
-mbarrier initialisations. Copies that signal an mbarrier share that mbarrier's component, whose
-clock is the phase in which they count.
+wgmma), tcgen05.ld, tcgen05.st, reads and writes of bulk copies by groups; and counts of published
+mbarrier initialisations and of tcgen05.fence::before_thread_sync. Copies that signal an mbarrier
+share that mbarrier's component, whose clock is the phase in which they count.
 
 **Rows.** What an agent knows is a row of int32: the clock of every component (V), then, for the
 components that access memory through the generic proxy, the clocks that a proxy fence has covered
@@ -28,8 +28,8 @@ WHOLE_WORD = 15
 EVERYTHING = CLOCK_MASK
 
 #: Kinds of components that each warp has besides itself and its cp.async, in order.
-PIPES = ("tensor", "load", "store", "bulk read", "bulk write", "init")
-TENSOR, LOAD, STORE, BULK_READ, BULK_WRITE, INIT = range(len(PIPES))
+PIPES = ("tensor", "load", "store", "bulk read", "bulk write", "init", "tensor fence")
+TENSOR, LOAD, STORE, BULK_READ, BULK_WRITE, INIT, TENSOR_FENCE = range(len(PIPES))
 #: With wgmma, which has no tcgen05 beside it: what each warp has waited for itself. The tensor pipe
 #: of the first warp of a warpgroup stands for the products of all four.
 WAITED = LOAD
@@ -58,7 +58,9 @@ GROUP_COPY, GROUP_BULK, GROUP_WGMMA = range(3)
 GROUP_RING = 64
 
 # fences
-FENCE_MEMORY, FENCE_PROXY, FENCE_INIT, FENCE_TENSOR = range(4)
+FENCE_MEMORY, FENCE_PROXY, FENCE_INIT, FENCE_AFTER, FENCE_BEFORE = range(5)
+#: Fences before a thread synchronisation that each warp remembers, and what of each.
+FENCE_RING, FENCE_WORDS = 256, 2
 
 #: Barriers of a CTA, bytes of shared memory that an mbarrier takes, mbarriers that are followed.
 NAMED_BARRIERS = 16
@@ -88,8 +90,8 @@ PLANES = 4
     FLAGS, FLAG_VERSION, FENCE_VERSION, SEEN_FLAG, SEEN_DIRTY,
     COUNTS, MARKS, MARK_COUNT, LOAD_LAST, LOAD_SITES, SAVED,
     ENFORCE, LOG, LOG_LIMIT, LOG_COUNT, LOG_KEYS, LOG_KEY_LIMIT, POLLED,
-    LEFT, LEFT_COUNT, MBARRIER_FROM, TENSOR_FENCED, WARPGROUPS,
-) = range(58)  # fmt: skip
+    LEFT, LEFT_COUNT, MBARRIER_FROM, TENSOR_FENCED, WARPGROUPS, TENSOR_FENCES,
+) = range(59)  # fmt: skip
 #: Addresses of the hooks follow, in this order; arguments and results are int64.
 HOOKS = (
     "access", "converge", "mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_arrive",

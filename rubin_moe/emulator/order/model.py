@@ -122,6 +122,7 @@ class ClusterOrder:
         self._table(layout.FENCED, (warps, length))
         self._table(layout.SEEN, (warps, length))
         self._table(layout.TENSOR_FENCED, (warps, length))
+        self._table(layout.TENSOR_FENCES, (warps, layout.FENCE_RING, layout.FENCE_WORDS))
         counts = self._table(layout.COUNTS, (warps, layout.COUNTERS), np.int64)
         self.counts = counts.reshape(-1).data
         self.states = self._table(layout.STATES, (warps,), np.int64)

@@ -73,8 +73,8 @@ _SENTENCES = {
     layout.INIT_FENCE: "uses the mbarrier at {place}, and neither fence.mbarrier_init nor "
     "fence.proxy.async lies between it and the initialisation",
     layout.REPEATED: "writes {place} again while an earlier bulk store of the warp may not be over",
-    layout.UNFENCED: "touches {place}, and no tcgen05.fence::after_thread_sync lies between it and "
-    "what another warp did there",
+    layout.UNFENCED: "touches {place}, and tcgen05.fence does not stand on both sides of what "
+    "synchronises it with another warp's access there",
     layout.UNWAITED: "touches a register of tcgen05.ld before tcgen05.wait::ld",
     layout.EXIT_PENDING: "the CTA exits, and nothing says that {place} is no longer touched",
     layout.EXIT_ARRIVAL: "the CTA exits, and none of its warps has seen the last arrival from "

@@ -29,10 +29,13 @@ from .layout import (
     COUNTERS,
     COUNTS,
     CTA_WARPS,
+    FENCE_AFTER,
+    FENCE_BEFORE,
     FENCE_MEMORY,
     FENCE_PROXY,
-    FENCE_TENSOR,
+    FENCE_RING,
     FENCE_VERSION,
+    FENCE_WORDS,
     FENCED,
     FLAG_ROWS,
     FLAG_VERSION,
@@ -70,7 +73,9 @@ from .layout import (
     SEEN_FLAG,
     STORE,
     TENSOR,
+    TENSOR_FENCE,
     TENSOR_FENCED,
+    TENSOR_FENCES,
     WAITED,
     WARP0,
     WARPS,
@@ -315,9 +320,15 @@ def cluster_wait(B, warp):
 
 
 @inner
+def tensor_fence(B, warp, number):
+    """Clocks of tcgen05.ld and st that a warp's fence before a thread synchronisation covers."""
+    slot = FENCE_RING * warp + number % FENCE_RING
+    return word(wide(B)[TENSOR_FENCES] + 4 * FENCE_WORDS * slot)
+
+
+@inner
 def fence(B, warp, kind):
-    """fence.acq_rel and membar; fence.proxy.async; fence.mbarrier_init;
-    tcgen05.fence::after_thread_sync."""
+    """fence.acq_rel and membar; fence.proxy.async; fence.mbarrier_init; tcgen05.fence."""
     b = wide(B)
     row = row_of(B, ROWS, warp)
     me = b[WARP0] + warp
@@ -328,8 +339,13 @@ def fence(B, warp, kind):
             dirty[warp] = 0
         copy(B, row_of(B, FENCED, warp), row)
         word(b[FENCE_VERSION])[warp] += 1
-    elif kind == FENCE_TENSOR:
+    elif kind == FENCE_AFTER:
         copy(B, row_of(B, TENSOR_FENCED, warp), row)
+    elif kind == FENCE_BEFORE:
+        knows, own = word(row), pipe(B, warp, TENSOR_FENCE)
+        knows[own] += 1
+        held = tensor_fence(B, warp, knows[own])
+        held[0], held[1] = knows[pipe(B, warp, LOAD)], knows[pipe(B, warp, STORE)]
     elif kind == FENCE_PROXY:
         knows = word(row)
         for i in range(b[GENERIC]):

@@ -29,6 +29,15 @@ STORE = (
     "cp.async.bulk.global.shared::cta.bulk_group [%addr2], [%r1], 256; cp.async.bulk.commit_group;"
 )
 
+#: A warp loads from tensor memory, another one overwrites the columns.
+HANDED = (
+    ALLOCATE + barriers(32) + "@%w bra COPY; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r30];"
+    "tcgen05.wait::ld.sync.aligned; BEFORE mbarrier.arrive.shared.b64 _, [%r20]; bra LAST;"
+    "COPY:" + wait() + "AFTER @!%t bra LAST;" + COPY
+    + "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r19];"
+    + wait("%r19") + "LAST: bar.sync 0;" + FREE
+)  # fmt: skip
+
 REPORTED = [
     Case("mbarrier published to a copy", "order: mbarrier fence",
          barriers(publish="{{ORDER}}") + "@!%t bra GO;" + LOAD + "GO:" + wait() + READ,
@@ -51,6 +60,21 @@ REPORTED = [
          + "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r20];"
          "GO:" + wait() + "{{ORDER}} tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r30];"
          "tcgen05.wait::ld.sync.aligned; add.u32 %r5, %r4, 1; bar.sync 0;" + FREE,
+         "tcgen05.fence::after_thread_sync;"),
+    Case("tcgen05.fence before a barrier", "order: tcgen05 fence",
+         ALLOCATE + "setp.eq.u32 %p5, %i1, 4; @%p5 bra MEET; @!%w bra MEET;"
+         "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r30], {%r3}; tcgen05.wait::st.sync.aligned;"
+         "{{ORDER}} MEET: bar.sync 0; tcgen05.fence::after_thread_sync; @!%p5 bra LAST;"
+         "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r30]; tcgen05.wait::ld.sync.aligned;"
+         "add.u32 %r5, %r4, 1; LAST:" + FREE,
+         "tcgen05.fence::before_thread_sync;", block=160),
+    Case("tcgen05.fence before columns are handed back", "order: tcgen05 fence",
+         HANDED.replace("BEFORE", "{{ORDER}}").replace("AFTER",
+                                                       "tcgen05.fence::after_thread_sync;"),
+         "tcgen05.fence::before_thread_sync;"),
+    Case("tcgen05.fence after columns are handed back", "order: tcgen05 fence",
+         HANDED.replace("AFTER", "{{ORDER}}").replace("BEFORE",
+                                                      "tcgen05.fence::before_thread_sync;"),
          "tcgen05.fence::after_thread_sync;"),
     Case("wait::ld before the registers", "order: wait::ld",
          ALLOCATE + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r30]; {{ORDER}}"
