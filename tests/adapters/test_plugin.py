@@ -123,17 +123,24 @@ def test_an_exact_fold_changes_no_token(tmp_path: Path, monkeypatch: pytest.Monk
     assert tokens == [model.greedy(p, 24) for p in tiny_models.PROMPTS]
 
 
+@pytest.mark.parametrize(
+    ("case", "activations", "backend"),
+    [
+        ("qwen3-nvfp4-ue5m3", "nvfp4-ue5m3", "cpu-tcgen05"),
+        ("gpt-oss-mxfp4", "fp8-e4m3", "cpu-wgmma"),
+    ],
+)
 def test_the_activation_format_picks_the_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, activations: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rubin_moe.adapters.vllm import report
 
-    arch, fmt, write, raw = CASES["qwen3-nvfp4-ue5m3"]
+    arch, fmt, write, raw = CASES[case]
     model = tiny_models.build(tmp_path, arch, fmt, write, raw, 1)
     said: list[str] = []
     monkeypatch.setattr(report._logger, "info", lambda text, *args: said.append(text % args))
-    monkeypatch.setenv("RUBIN_MOE_ACTIVATION_FORMAT", "nvfp4-ue5m3")
+    monkeypatch.setenv("RUBIN_MOE_ACTIVATION_FORMAT", activations)
     with serving.engine(model.path) as llm:
         tokens = serving.greedy(llm, tiny_models.PROMPTS, 24)
-    assert "nvfp4-ue5m3 activations) on backend cpu-tcgen05" in said[0]
-    assert tokens != [model.greedy(p, 24) for p in tiny_models.PROMPTS]  # 4-bit activations show
+    assert f"{activations} activations) on backend {backend}" in said[0]
+    assert tokens != [model.greedy(p, 24) for p in tiny_models.PROMPTS]  # fewer bits show
