@@ -4,7 +4,8 @@
 itself alone, twice; ``us`` is the better pass. ``all`` starts a worker for each, so that they set
 up and compile side by side, lets one after another time, and writes the report; ``plot`` draws it.
 Times are medians of CUDA-graph replays over rotated routings, with bfloat16 activations, to the
-weighted sum: from top-k ids and weights, and from router logits (softmax, top-k, renormalized).
+weighted sum: from top-k ids and weights, and up to 256 tokens from router logits (softmax, top-k,
+renormalized). triton_kernels is timed from logits, which is its faster way.
 Where another of our kernels takes over, ours is also timed one token before and behind.
 """
 
@@ -43,9 +44,10 @@ from h200_peers import OTHER_ACTIVATION, SETUPS, Call, Make, from_logits
 from torch import Tensor
 
 from rubin_moe.formats.experts import ExpertWeights
-from rubin_moe.kernels.base import MoEProblem
+from rubin_moe.kernels.base import ActivationFormat, MoEProblem
 from rubin_moe.kernels.registry import select
 from rubin_moe.kernels.sm90.choice import choose
+from rubin_moe.kernels.sm90.fp8_choice import choose_fp8
 from rubin_moe.kernels.sm90.host import Sm90Kernel, router_of
 from rubin_moe.kernels.sm90.rules import plan
 from rubin_moe.kernels.target import detect
@@ -54,15 +56,19 @@ app = typer.Typer()
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CHECKED = (16, 1024)  # tokens at which the numbers are compared
 DECODE = 256  # tokens at most, of the two halves of the summary
-OURS, UNQUANTIZED = "rubin_moe", "triton_bf16"
+OURS, OURS_FP8, UNQUANTIZED = "rubin_moe", "rubin_moe_fp8", "triton_bf16"
+ONLY_MXFP4 = (OURS_FP8, "triton_kernels")
 SOURCES = ("ids", "logits")
 WORST_ERROR = 1e-2
 PACKAGES = ("torch", "triton", "vllm", "humming-kernels", "nvidia-cutlass-dsl")
 
 
-def setup_ours(shape: Shape, weights: ExpertWeights) -> tuple[Make, Make]:
+def setup_ours(
+    shape: Shape, weights: ExpertWeights, activation_format: ActivationFormat = "16bit"
+) -> tuple[Make, Make]:
     """From ids, and from logits."""
-    kernel = cast(Sm90Kernel, select(shape.problem(), detect("cuda"), "sm90").kernel())
+    problem = shape.problem(activation_format)
+    kernel = cast(Sm90Kernel, select(problem, detect("cuda"), "sm90").kernel())
     prepared = kernel.prepare(weights)
 
     def with_router(x: Tensor, ids: Tensor, router: Tensor) -> Call:
@@ -76,6 +82,8 @@ def setup(name: str, shape: Shape, weights: ExpertWeights) -> dict[str, Make]:
     """By source. triton_kernels has one way only, from logits; it stands in both tables."""
     if name == OURS:
         return dict(zip(SOURCES, setup_ours(shape, weights), strict=True))
+    if name == OURS_FP8:
+        return {"ids": setup_ours(shape, weights, "fp8-e4m3")[0]}
     make = SETUPS[name](shape, weights)
     if name == "triton_kernels":
         return {"logits": make}
@@ -87,21 +95,23 @@ def compile_ours() -> list[Any]:
     problems = [(s.problem(), s) for s in SHAPES.values()]
     for problem, _ in problems:
         router_of(problem.num_experts, problem.top_k, "bf16", True)
+    fp8 = [s for s in SHAPES.values() if s.fmt == "mxfp4"]
     return [
+        (choose_fp8(s.problem("fp8-e4m3"), m), s.activation, s.bias)
+        for s in fp8
+        for m in {*TOKENS, *CHECKED}
+    ] + [
         (choose(p, m), s.activation, s.bias)
         for p, s in problems
-        for m in {*TOKENS, *CHECKED, *(n for m in switches(p) for n in around(m))}
+        for m in {*TOKENS, *CHECKED, *near_switches(p)}
     ]
 
 
-def switches(problem: MoEProblem) -> list[int]:
-    """Numbers of tokens from which another kernel computes than for one less."""
+def near_switches(problem: MoEProblem) -> list[int]:
+    """The numbers of tokens around those from which another kernel computes than for one less."""
     kinds = [type(choose(problem, m)) for m in range(1, TOKENS[-1] + 1)]
-    return [m + 1 for m in range(1, len(kinds)) if kinds[m] is not kinds[m - 1]]
-
-
-def around(num_tokens: int) -> range:
-    return range(num_tokens - 1, num_tokens + 2)
+    first = [m + 1 for m in range(1, len(kinds)) if kinds[m] is not kinds[m - 1]]
+    return [m for n in first for m in (n - 1, n, n + 1)]
 
 
 def layer_weights(shape: Shape) -> ExpertWeights:
@@ -141,10 +151,9 @@ def worker(shape_name: str, name: str, folder: Path) -> None:
     error = max(check(shape, weights, make, name, m) for make in makes.values() for m in CHECKED)
     print(stem, "relative error", error, flush=True)
     cases = []
-    numbers = {m: tuple(makes) for m in TOKENS}
+    numbers = {m: tuple(makes) if m <= DECODE else tuple(makes)[:1] for m in TOKENS}
     if name == OURS:
-        near = [n for m in switches(shape.problem()) for n in around(m)]
-        numbers = dict.fromkeys(near, ("ids",)) | numbers
+        numbers = dict.fromkeys(near_switches(shape.problem()), ("ids",)) | numbers
     for m, sources in sorted(numbers.items()):
         x = torch.randn(m, shape.hidden, device="cuda").bfloat16()
         routed = routings(shape, m)
@@ -192,11 +201,11 @@ def run_all(
     start = time.monotonic()
     workers = {}
     for shape in shapes.split(","):
-        for name in (OURS, *SETUPS):
-            if name == "triton_kernels" and SHAPES[shape].fmt != "mxfp4":
-                continue  # it has no NVFP4
+        for name in (OURS, OURS_FP8, *SETUPS):
+            if name in ONLY_MXFP4 and SHAPES[shape].fmt != "mxfp4":
+                continue
             path = os.environ.get("PYTHONPATH", "")
-            path = path if name == OURS else f"{peer_site}:{path}"
+            path = path if name in (OURS, OURS_FP8) else f"{peer_site}:{path}"
             log = (folder / f"{shape}.{name}.log").open("w")
             workers[f"{shape}.{name}"] = subprocess.Popen(
                 [sys.executable, __file__, "worker", shape, name, str(folder)],
@@ -269,7 +278,7 @@ def cells_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = (ours["shape"], ours["num_tokens"])
         peers = [
             r for r in rows
-            if (r["shape"], r["num_tokens"]) == where and r["impl"] != OURS
+            if (r["shape"], r["num_tokens"]) == where and r["impl"] not in (OURS, OURS_FP8)
             and r["error"] < WORST_ERROR
         ]  # fmt: skip
         if not peers:
@@ -279,11 +288,15 @@ def cells_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         cell |= {"floor_us": ours["floor_us"], "of_floor": round(ours["floor_us"] / ours["us"], 3)}
         cell |= {"best_peer": best["impl"], "peer_us": best["us"]}
         cell["ratio"] = round(best["us"] / ours["us"], 3)
+        fp8 = [r for r in rows if r["impl"] == OURS_FP8]
         for key, others in (
             ("ratio_4bit", [r["us"] for r in peers if r["impl"] != UNQUANTIZED]),
             ("ratio_bf16", [r["us"] for r in peers if r["impl"] == UNQUANTIZED]),
+            ("fp8_us", [r["us"] for r in fp8 if (r["shape"], r["num_tokens"]) == where]),
         ):
-            cell[key] = round(min(others) / ours["us"], 3) if others else None
+            cell[key] = min(others, default=None)
+            if key.startswith("ratio") and others:
+                cell[key] = round(min(others) / ours["us"], 3)
         cells.append(cell)
     return cells
 
@@ -320,11 +333,12 @@ def plot(report: Path, picture: Path, source: str = "ids") -> None:
     figure, axes = pyplot.subplots(1, len(shapes), figsize=(3.2 * len(shapes), 3.4), sharey=True)
     for axis, shape in zip(axes, shapes, strict=True):
         here = [r for r in rows if r["shape"] == shape]
-        for i, impl in enumerate((OURS, *SETUPS)):
+        for i, impl in enumerate((OURS, OURS_FP8, *SETUPS)):
             line = [(r["num_tokens"], r["us"]) for r in here if r["impl"] == impl]
             if line:
                 style: dict[str, Any] = {"color": f"C{i}", "linewidth": 1}
-                style = {"color": "black", "linewidth": 2.2} if impl == OURS else style
+                if impl in (OURS, OURS_FP8):
+                    style = {"color": "black", "linewidth": 2.2 if impl == OURS else 1.2}
                 axis.plot(*zip(*sorted(line), strict=True), marker=".", label=impl, **style)
         floor = sorted((r["num_tokens"], r["floor_us"]) for r in here if r["impl"] == OURS)
         axis.plot(*zip(*floor, strict=True), "k:", label="floor")

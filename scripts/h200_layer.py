@@ -16,7 +16,7 @@ from rubin_moe.formats.ue4m3 import UE4M3
 from rubin_moe.formats.ue5m3 import UE5M3
 from rubin_moe.formats.ue8m0 import UE8M0
 from rubin_moe.kernels.activation import Activation
-from rubin_moe.kernels.base import MoEProblem
+from rubin_moe.kernels.base import ActivationFormat, MoEProblem
 from rubin_moe.kernels.epilogue import activate
 from rubin_moe.kernels.sm90.choice import AnyPlan
 from rubin_moe.kernels.sm90.host import kernels_of
@@ -42,10 +42,10 @@ class Shape:
     bias: bool = False
     dtype: str = "bfloat16"
 
-    def problem(self) -> MoEProblem:
+    def problem(self, activation_format: ActivationFormat = "16bit") -> MoEProblem:
         return MoEProblem(
             self.num_experts, self.num_experts, self.top_k, self.hidden, self.intermediate,
-            FORMATS[self.fmt], self.activation, dtype=self.dtype, has_bias=self.bias,
+            FORMATS[self.fmt], self.activation, activation_format, self.dtype, self.bias,
         )  # fmt: skip
 
     def floor_us(self, num_tokens: int, experts: float) -> float:

@@ -85,12 +85,11 @@ def prefill_tiles(shape: Shape, num_tokens: int) -> list[PrefillTiles]:
     """Passes that hold an expert's tokens in as few as there can be, or one more, for experts of
     the average number of tokens and of one and two standard deviations more."""
     each = num_tokens * shape.top_k / shape.num_experts
-    sizes = set()
-    for beyond in (0.5, 1.2, 2.2):
-        most = each + beyond * math.sqrt(each)
-        least = math.ceil(most / MAX_PASS)
-        for number in (least, least + 1) if each > MAX_PASS else (least,):
-            sizes.add(max(16, 8 * math.ceil(most / number / 8)))
+    sizes = {
+        choice.pass_that_holds(each, sigmas, more=more)
+        for sigmas in (0.5, 1.2, 2.2)
+        for more in ((0, 1) if each > MAX_PASS else (0,))
+    }
     return [with_stages(shape, PrefillTiles(size)) for size in sorted(sizes) if size <= MAX_PASS]
 
 

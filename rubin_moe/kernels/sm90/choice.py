@@ -1,5 +1,6 @@
 """Tiles for a problem and a number of tokens: measured ones, else a default. Standard library."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -19,7 +20,12 @@ from rubin_moe.kernels.sm90.plan import (
     WideTiles,
     check,
 )
-from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan, PrefillTiles, check_prefill
+from rubin_moe.kernels.sm90.prefill_plan import (
+    MAX_PASS,
+    PrefillPlan,
+    PrefillTiles,
+    check_prefill,
+)
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 BUCKETS = (512, MAX_PAIRS)  # of pairs: the routing tables' sizes that kernels are built for
@@ -31,7 +37,7 @@ _DECODE = tuple(
 _WIDE_PASSES = (16, 32, 80)
 _WIDE_FROM = 12  # tokens of an expert, on average, of shapes that were not measured
 _PREFILL_FROM = 48
-_PREFILL_PASSES = (32, 64, 96, 144)
+SIGMAS = 1.2  # of an expert's number of tokens that default passes hold beyond the average
 AnyPlan = Plan | PrefillPlan
 AnyTiles = Tiles | WideTiles | PrefillTiles
 
@@ -98,9 +104,16 @@ def _choose_prefill(sizes: LayerSizes, num_tokens: int) -> PrefillPlan:
     measured = tuning.nearest("sm90", shape_key(sizes), num_tokens, of_prefill)
     if measured is not None:
         return check_prefill(PrefillPlan(sizes, PrefillTiles(**measured)))
-    each = 1.1 * num_tokens * sizes.top_k / sizes.num_experts
-    size = next((n for n in _PREFILL_PASSES if n >= each), _PREFILL_PASSES[-1])
-    return check_prefill(PrefillPlan(sizes, PrefillTiles(size)))
+    each = num_tokens * sizes.top_k / sizes.num_experts
+    return check_prefill(PrefillPlan(sizes, PrefillTiles(pass_that_holds(each, SIGMAS, 16))))
+
+
+def pass_that_holds(each: float, sigmas: float, step: int = 8, more: int = 0) -> int:
+    """Tokens of a pass such that as few of them as possible (and ``more``) hold an expert's tokens,
+    ``each`` on average and ``sigmas`` standard deviations beyond."""
+    most = each + sigmas * math.sqrt(each)
+    number = math.ceil(most / MAX_PASS) + more
+    return max(16, step * math.ceil(most / number / step))
 
 
 def plan_of(sizes: LayerSizes, tiles: Tiles | WideTiles, max_pairs: int) -> Plan:

@@ -17,6 +17,7 @@ from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.compile_cache import compiled
 from rubin_moe.kernels.launch import Argument, At, CompiledKernel, Launcher, launcher
 from rubin_moe.kernels.sm90.choice import AnyPlan, choose, max_tokens, sizes_of
+from rubin_moe.kernels.sm90.fp8_plan import Fp8Plan
 from rubin_moe.kernels.sm90.plan import DecodePlan, Plan, WidePlan
 from rubin_moe.kernels.sm90.prefill_host import Prefill, prefill_kernels
 from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan
@@ -350,6 +351,10 @@ def kernel_of(plan: Plan, activation: Activation, bias: bool) -> CompiledKernel:
 
 def kernels_of(plan: AnyPlan, activation: Activation, bias: bool) -> tuple[CompiledKernel, ...]:
     """All kernels of a plan, from the cache or compiled now."""
+    if isinstance(plan, Fp8Plan):
+        from rubin_moe.kernels.sm90.fp8_host import fp8_kernels
+
+        return fp8_kernels(plan, activation, bias).all
     if isinstance(plan, PrefillPlan):
         return prefill_kernels(plan, activation, bias).all
     return (kernel_of(plan, activation, bias),)
@@ -380,4 +385,8 @@ def build(problem: MoEProblem) -> Sm90Kernel:
     """The kernel object of one layer on this machine's GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.get_device_properties(device).multi_processor_count
+    if problem.activation_format == "fp8-e4m3":
+        from rubin_moe.kernels.sm90.fp8_host import Fp8Kernel
+
+        return Fp8Kernel(problem, launcher("driver"), count, device)
     return Sm90Kernel(problem, launcher("driver"), count, device)
