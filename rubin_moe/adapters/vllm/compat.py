@@ -146,6 +146,16 @@ def modular_kernel(moe: Any, quant_config: Any, layer: Any, experts: Any) -> Any
     return mk.FusedMoEKernel(prepare_finalize, experts)
 
 
+def tokens_stay(kernel: Any) -> bool:
+    """Whether the prepare and finalize steps of `modular_kernel` neither send tokens to other ranks
+    nor change them."""
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+        MoEPrepareAndFinalizeNoDPEPModular,
+    )
+
+    return isinstance(kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular)
+
+
 def shield_llvmlite() -> None:
     """Make llvmlite's library handle answer truthfully that it has no ``__dict__``.
 

@@ -5,6 +5,7 @@ vLLM's prepare and finalize around it bring TP, EP and DP; `layers` computes.
 
 from typing import Any
 
+import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -105,6 +106,9 @@ class RubinExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Writes the weighted sum of this rank's experts into ``output`` ``[M, hidden]``."""
+        """Writes the weighted sum of this rank's experts into ``output`` ``[M, hidden]``. Router
+        weights that belong to the input are part of it already: vLLM's prepare step did that."""
+        if apply_router_weight_on_input:
+            topk_weights = torch.ones_like(topk_weights)
         y = ops.moe_experts(hidden_states, topk_ids, topk_weights, expert_map, self._handle)
         output.copy_(y)

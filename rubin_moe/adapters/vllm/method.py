@@ -54,6 +54,7 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._spec, self._name, self._report = spec, name, report
         self._experts: MoEExperts | None = None
         self.moe_kernel: Any = None
+        self._handle: str | None = None
         self._routes_itself = compat.cpu_needs_own_router()
 
     # -- weights ---------------------------------------------------------------------------------
@@ -122,7 +123,6 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
             activation_format=activations,
             dtype=str(self.moe.in_dtype).removeprefix("torch."),
             has_bias=spec.has_bias,
-            router_weight_on_input=bool(layer.apply_router_weight_on_input),
             deterministic=envs.flag("RUBIN_MOE_DETERMINISTIC", True),
             batch_invariant=envs.flag("RUBIN_MOE_BATCH_INVARIANT", compat.batch_invariant()),
             input_scale=cast(
@@ -154,9 +154,8 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layer.register_parameter(f"prepared_{name}", parameter)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-            step = RubinExperts(
-                self.moe, self.moe_quant_config, _bind(self._name, self._experts), self._problem
-            )
+            self._handle = _bind(self._name, self._experts)
+            step = RubinExperts(self.moe, self.moe_quant_config, self._handle, self._problem)
             self.moe_kernel = compat.modular_kernel(self.moe, self.moe_quant_config, layer, step)
         self._report.loaded(self._name)
 
@@ -192,8 +191,15 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """``[M, hidden]`` and its routing -> ``[M, hidden]``, reduced over this rank's experts."""
+        """``[M, hidden]`` and its routing -> ``[M, hidden]``, reduced over this rank's experts.
+
+        vLLM's prepare and finalize around the experts are left out where all they do is to copy
+        the result twice.
+        """
         assert self._experts is not None
+        assert self._handle is not None
+        if compat.tokens_stay(self.moe_kernel) and not layer.apply_router_weight_on_input:
+            return ops.moe_experts(x, topk_ids, topk_weights, layer.expert_map, self._handle)
         slots = next(iter(self._experts.tensors().values()))  # only its leading size is asked for
         out: Tensor = self.moe_kernel.apply(
             x,
