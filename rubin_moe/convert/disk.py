@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from rubin_moe.convert import checksum
+from rubin_moe.convert.checksum import crc32
 
 Range: TypeAlias = tuple[int, int, int]
 """Start, stop and CRC-32 of bytes of a file."""
@@ -53,7 +53,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 class RangeWriter:
-    """Writes pieces of one group in any order; `finish` tells what was written.
+    """Writes pieces of one group; `finish` tells what was written.
 
     Args:
         fd: of a file that `allocate` made; stays open.
@@ -64,10 +64,11 @@ class RangeWriter:
         self._fd, self._buffer = fd, buffer
         self._held: list[tuple[int, memoryview]] = []
         self._held_bytes = 0
-        self._written: list[Range] = []
+        self._ends: dict[int, tuple[int, int]] = {}  # end of a range -> its start and CRC-32
 
     def write(self, start: int, data: memoryview) -> None:
         """Bytes at an offset; must not change until `finish`."""
+        self._extend(start, data)
         self._held.append((start, data))
         self._held_bytes += len(data)
         if self._held_bytes > HELD_BYTES:
@@ -75,18 +76,16 @@ class RangeWriter:
 
     def copy(self, start: int, nbytes: int, read: Callable[[memoryview, int], None]) -> None:
         """Bytes that ``read`` puts into a view, from an offset of its own on."""
-        crc = 0
         for at in range(0, nbytes, COPY_BYTES):
             data = self._buffer[: min(COPY_BYTES, nbytes - at)]
             read(data, at)
-            crc = checksum.crc32(data, crc)
+            self._extend(start + at, data)
             write_all(self._fd, data, start + at)
-        self._written.append((start, start + nbytes, crc))
 
     def finish(self) -> list[Range]:
         """Everything that was written, in order of the file, on its way to the disk."""
         self._flush()
-        found = merged(self._written)
+        found = sorted((start, stop, crc) for stop, (start, crc) in self._ends.items())
         if sys.platform == "linux":
             for start, stop, _ in found:
                 _LIBC.sync_file_range(
@@ -95,11 +94,16 @@ class RangeWriter:
                 )  # fmt: skip
         return found
 
+    def _extend(self, start: int, data: memoryview) -> None:
+        """Puts bytes to the range that ends where they start, if there is one."""
+        first, crc = self._ends.pop(start, (start, 0))
+        self._ends[start + len(data)] = first, crc32(data, crc)
+
     def _flush(self) -> None:
-        self._held.sort(key=lambda piece: piece[0])
+        """Writes what is held; small pieces that lie side by side with one call."""
         side_by_side: list[memoryview] = []
-        begin = end = 0
-        for start, data in self._held:
+        begin = end = -1
+        for start, data in sorted(self._held, key=lambda piece: piece[0]):
             if start != end or len(side_by_side) == _MOST_VIEWS:
                 self._write_views(begin, side_by_side)
                 side_by_side, begin = [], start
@@ -109,26 +113,8 @@ class RangeWriter:
         self._held, self._held_bytes = [], 0
 
     def _write_views(self, start: int, views: Sequence[memoryview]) -> None:
-        if not views:
+        if not views or os.pwritev(self._fd, views, start) == sum(map(len, views)):
             return
-        nbytes, crc = sum(map(len, views)), 0
-        for data in views:
-            crc = checksum.crc32(data, crc)
-        if os.pwritev(self._fd, views, start) < nbytes:  # rare: once more, one by one
-            at = start
-            for data in views:
-                write_all(self._fd, data, at)
-                at += len(data)
-        self._written.append((start, start + nbytes, crc))
-
-
-def merged(ranges: Sequence[Range]) -> list[Range]:
-    """The same bytes in order of the file, as few ranges as can be."""
-    found: list[Range] = []
-    for start, stop, crc in sorted(ranges):
-        if found and found[-1][1] == start:
-            begin, end, before = found.pop()
-            crc = checksum.whole([(end - begin, before), (stop - start, crc)])
-            start = begin
-        found.append((start, stop, crc))
-    return found
+        for data in views:  # cut short, which is rare: once more, one by one
+            write_all(self._fd, data, start)
+            start += len(data)
