@@ -10,6 +10,7 @@ import torch
 from rubin_moe.errors import FoldError, FormatError
 from rubin_moe.formats.ue4m3 import UE4M3
 from rubin_moe.formats.ue5m3 import UE5M3
+from rubin_moe.loader import fold as fold_module
 from rubin_moe.loader.fold import FOLD_MODES, fold, share_alpha
 from tests.loader.fold_cases import WS2, codes_of, decoded, one_row, random_weights
 
@@ -27,6 +28,20 @@ def test_none_and_exact_keep_every_decoded_value(mode, target):
         assert getattr(out, which).qdata is getattr(w, which).qdata
     assert report.lossless
     assert [e.expert for e in report.entries] == [i for i in (10, 11, 12, 13) for _ in range(3)]
+
+
+@pytest.mark.parametrize("target", ["ue4m3", "ue5m3"])
+@pytest.mark.parametrize("k", [-18, -9, -1, 0, 4, 9])
+def test_a_fold_without_counting_is_the_one_with_it(monkeypatch, target, k):
+    """Spans of codes with and without subnormals, and ends that a shift by ``k`` pushes out."""
+    cases = [one_row(range(a, b), 1.5 * 2.0**k) for a, b in ((0x40, 0x7F), (0, 0x7F), (1, 9))]
+    quick = [fold(w, "exact", target) for w in cases]
+    monkeypatch.setattr(fold_module, "_all_exact", lambda *_: False)
+    for w, (out, report) in zip(cases, quick, strict=True):
+        counted, told = fold(w, "exact", target)
+        assert torch.equal(out.w13.sf, counted.w13.sf)
+        assert torch.equal(out.w13.dec, counted.w13.dec)
+        assert report == told
 
 
 def test_none_recodes_every_e4m3_scale_and_leaves_the_global_scale():
