@@ -98,7 +98,7 @@ def test_float16(machine):
 
 
 @pytest.mark.parametrize("kind", [*problems.ROUTINGS, "all_to_one"])
-@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
 def test_routings(num_tokens, kind, machine):
     layer = small()
     skewed = kind == "all_to_one"
