@@ -1,7 +1,7 @@
 """Inline PTX of asynchronous copies and of warps that part: as `ptx`, one function an
 instruction."""
 
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.arch import inline_ptx
 
 
@@ -79,4 +79,20 @@ def permute_bytes(low, high, selector) -> Uint32:
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Uint32],
         read_only_args=[low, high, selector],
+    )
+
+
+def load_shared_v4_s32(address) -> list[Int32]:
+    return list(
+        inline_ptx(
+            "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def store_shared_v4(address, v):
+    inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *v]
     )

@@ -4,7 +4,7 @@ A block walks units of 256 rows of weights x a pass (at most ``pass_tokens`` tok
 Weights are dequantized in registers as A, tokens are B in shared memory.
 
     producer warps --full--> consumers --empty--> producer warps      a stage, 64 of K
-    FC2's third producer --noted--> consumers --read--> it            pairs and weights of a pass
+    FC2's other producers --noted--> consumers --read--> they         pairs and weights of a pass
 
 A warpgroup has two row tiles with registers for A each, so that the MMAs of one run while the other
 is dequantized; its epilogue runs while the other warpgroup multiplies. FC1's producers gather
@@ -23,7 +23,7 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.cute import async_copy, ptx
 from rubin_moe.kernels.sm90.activate import activate
 from rubin_moe.kernels.sm90.dequant import pairs, scale_pairs
-from rubin_moe.kernels.sm90.prefill_plan import MMA_ROWS, PRODUCERS, PrefillPlan
+from rubin_moe.kernels.sm90.prefill_plan import MMA_ROWS, PRODUCERS, UNIT_BYTES, PrefillPlan
 from rubin_moe.kernels.sm90.prefill_wgmma import start_block, wait
 
 GATHERERS = PRODUCERS - 1  # warps
@@ -44,9 +44,12 @@ class PrefillGemm:
         self.smem_bytes = self.at["end"]
         self.stages = tiles.stages13 if fc1 else tiles.stages2
         self.k_blocks = sizes.k_blocks13 if fc1 else sizes.k_blocks2
+        self.blocks = plan.blocks13 if fc1 else plan.blocks2
+        self.chunks = self.k_blocks // self.blocks
+        self.stage_tokens = self.blocks * plan.token_bytes
+        self.stage_weights = self.blocks * plan.weight_bytes
         self.tiles = sizes.tiles13 if fc1 else sizes.tiles2
         self.units = plan.units13 if fc1 else plan.units2
-        self.values = tiles.pass_tokens // 2  # accumulators of a thread and row tile
 
     @cute.jit
     def __call__(
@@ -102,14 +105,14 @@ class PrefillGemm:
         if warp >= plan.consumers:
             async_copy.set_registers(plan.registers[1], more=False)
             if warp == plan.consumers + GATHERERS:
-                self.load_weights(smem, lane, w, tokens, passes, number)
+                self.load_weights(smem, lane, w, alpha, tokens, passes, number)
             elif cutlass.const_expr(self.fc1):
                 self.gather(smem, thread - 32 * plan.consumers, tokens, passes, pairs, number)
             else:
                 self.note(smem, thread - 32 * plan.consumers, passes, pairs, weights, number)
         else:
             async_copy.set_registers(plan.registers[0], more=True)
-            self.consume(smem, warp, lane, alpha, bias, passes, out, number)
+            self.consume(smem, warp, lane, bias, out, number)
 
     @cute.jit
     def set_up(self, smem, thread):
@@ -124,16 +127,16 @@ class PrefillGemm:
         ptx.mbarrier_init_fence()
         at = Int32(thread) * 16
         zeros = [Float32(0.0) for _ in range(4)]
-        while at < self.stages * self.plan.token_bytes:
+        while at < self.stages * self.stage_tokens:
             ptx.store_shared_v4_f32(smem + self.at["tokens"] + at, zeros)
             at += 16 * self.plan.threads
         ptx.fence_proxy_async()
         cute.arch.sync_threads()
 
     @cute.jit
-    def unit(self, unit, passes, number):
-        """Which pass, expert, first row of it, their number, and which unit of the expert's rows:
-        panels of passes one after another, in one the passes run fastest."""
+    def place(self, unit, passes, number):
+        """Record of a unit's pass, index of the pass, and which unit of the expert's rows: panels
+        of passes one after another, in one the passes run fastest."""
         panel = self.plan.tiles.panel
         whole = unit // (panel * self.units)
         rest = unit - whole * (panel * self.units)
@@ -143,9 +146,7 @@ class PrefillGemm:
             width = Int32(panel)
         row = ptx.div_u32(rest, width)
         index = first + rest - row * width
-        record = passes + Int64(1 + index) * 16
-        expert = ptx.load_s32(record)
-        return index, expert, ptx.load_s32(record + 4), ptx.load_s32(record + 8), row
+        return passes + Int64(1 + index) * 16, index, row
 
     # ---- producers
 
@@ -163,42 +164,58 @@ class PrefillGemm:
         return stage, parity
 
     @cute.jit
-    def load_weights(self, smem, lane, w, tokens, passes, number):
-        """A lane a tile, and FC2's tokens."""
+    def load_weights(self, smem, lane, w, alpha, tokens, passes, number):
+        """A lane a tile; FC2's tokens; and what is to be known of a unit, beside its first
+        stage."""
         plan = self.plan
-        nbytes = plan.sizes.block_bytes
+        nbytes = self.blocks * plan.sizes.block_bytes
         unit, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         stage, parity = Int32(0), Int32(1)
         while unit < number * self.units:
-            index, expert, _, count, row = self.unit(unit, passes, number)
+            record, index, row = self.place(unit, passes, number)
+            expert = ptx.load_s32(record)
+            count = ptx.load_s32(record + 8)
             tile = row * plan.unit_tiles + lane
-            source = w + (Int64(expert) * self.tiles + Int64(tile)) * (self.k_blocks * nbytes)
+            source = w + (Int64(expert) * self.tiles + Int64(tile)) * (self.chunks * nbytes)
             left = self.tiles - row * plan.unit_tiles
             if left > plan.unit_tiles:
                 left = Int32(plan.unit_tiles)
             rows = tokens + Int64(index) * (self.k_blocks * plan.token_bytes)
             expected = left * nbytes
             if cutlass.const_expr(not self.fc1):
-                expected += count * 128
+                expected += count * (128 * self.blocks)
             k = Int32(0)
-            while k < self.k_blocks:
+            while k < self.chunks:
                 bar = smem + self.at["full"] + 8 * stage
                 self.claim(smem, stage, parity)
-                if lane == 0:
-                    ptx.mbarrier_arrive_expect_tx(bar, expected)
-                    if cutlass.const_expr(not self.fc1):
-                        to = smem + self.at["tokens"] + stage * plan.token_bytes
-                        ptx.bulk_load(to, rows, count * 128, bar)
-                cute.arch.sync_warp()
+                to = smem + self.at["weights"] + stage * self.stage_weights + lane * nbytes
                 if lane < left:
-                    to = smem + self.at["weights"] + stage * plan.weight_bytes + lane * nbytes
                     ptx.bulk_load(to, source, nbytes, bar)
+                if lane == 0:
+                    if cutlass.const_expr(not self.fc1):
+                        there = smem + self.at["tokens"] + stage * self.stage_tokens
+                        for b in cutlass.range_constexpr(self.blocks):
+                            at = b * plan.token_bytes
+                            ptx.bulk_load(there + at, rows + Int64(at), count * 128, bar)
+                    if k == 0:
+                        known = smem + self.at["units"] + stage * UNIT_BYTES
+                        async_copy.store_shared_v4(known, [index, row, expert, count])
+                        self.store_alphas(known + 16, alpha, expert)
+                    ptx.mbarrier_arrive_expect_tx(bar, expected)
+                cute.arch.sync_warp()
                 source += Int64(nbytes)
-                rows += Int64(plan.token_bytes)
+                rows += Int64(self.stage_tokens)
                 stage, parity = self.next(stage, parity)
                 k += 1
             unit += grid
+
+    def store_alphas(self, to, alpha, expert):
+        """FC1's two, FC2's one."""
+        each = 2 if self.fc1 else 1
+        for i in range(each):
+            value = ptx.load_s32(alpha + (Int64(expert) * each + i) * 4)
+            ptx.store_shared_b32(to + 4 * i, value)
 
     @cute.jit
     def gather(self, smem, thread, tokens, passes, pairs, number):
@@ -212,7 +229,9 @@ class PrefillGemm:
         chunk = thread & 7
         lines = cute.make_rmem_tensor((turns,), Int32)
         while unit < number * self.units:
-            _, _, first, count, _ = self.unit(unit, passes, number)
+            record, _, _ = self.place(unit, passes, number)
+            first = ptx.load_s32(record + 4)
+            count = ptx.load_s32(record + 8)
             for i in cutlass.range_constexpr(turns):
                 lines[i] = Int32(0)
                 if place + i * AT_ONCE < count:
@@ -220,16 +239,18 @@ class PrefillGemm:
                     lines[i] = pair // plan.sizes.top_k * self.k_blocks
             source = tokens + Int64(chunk * 16)
             k = Int32(0)
-            while k < self.k_blocks:
+            while k < self.chunks:
                 self.claim(smem, stage, parity)
-                to = smem + self.at["tokens"] + stage * plan.token_bytes + place * 128
-                for i in cutlass.range_constexpr(turns):
-                    if place + i * AT_ONCE < count:
-                        swizzled = (chunk ^ ((place + i * AT_ONCE) & 7)) << 4
-                        line = source + Int64(lines[i]) * 128
-                        async_copy.copy_16(to + i * AT_ONCE * 128 + swizzled, line)
+                to = smem + self.at["tokens"] + stage * self.stage_tokens + place * 128
+                for _ in cutlass.range_constexpr(self.blocks):
+                    for i in cutlass.range_constexpr(turns):
+                        if place + i * AT_ONCE < count:
+                            swizzled = (chunk ^ ((place + i * AT_ONCE) & 7)) << 4
+                            line = source + Int64(lines[i]) * 128
+                            async_copy.copy_16(to + i * AT_ONCE * 128 + swizzled, line)
+                    to += plan.token_bytes
+                    source += Int64(128)
                 async_copy.arrive_after_copies(smem + self.at["full"] + 8 * stage)
-                source += Int64(128)
                 stage, parity = self.next(stage, parity)
                 k += 1
             unit += grid
@@ -242,7 +263,9 @@ class PrefillGemm:
         grid, _, _ = cute.arch.grid_dim()
         half, parity = Int32(0), Int32(1)
         while unit < number * self.units:
-            _, _, first, count, _ = self.unit(unit, passes, number)
+            record, _, _ = self.place(unit, passes, number)
+            first = ptx.load_s32(record + 4)
+            count = ptx.load_s32(record + 8)
             to = smem + self.at["notes"] + half * self.plan.note_bytes
             ptx.mbarrier_wait(smem + self.at["read"] + 8 * half, parity)
             for i in cutlass.range_constexpr(-(-t // (32 * GATHERERS))):
@@ -263,26 +286,34 @@ class PrefillGemm:
     # ---- consumers
 
     @cute.jit
-    def consume(self, smem, warp, lane, alpha, bias, passes, out, number):
+    def consume(self, smem, warp, lane, bias, out, number):
         plan = self.plan
         unit, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         stage, parity = Int32(0), Int32(0)
         half, noted = Int32(0), Int32(0)
         group = warp >> 2
-        behind = group * min(plan.tiles.lag, (self.k_blocks - 1) // max(1, plan.tiles.groups - 1))
+        behind = group * min(plan.tiles.lag, (self.chunks - 1) // max(1, plan.tiles.groups - 1))
         if (behind > 0) & (unit < number * self.units):
             ptx.mbarrier_wait(smem + self.at["full"] + 8 * behind, Int32(0))
         while unit < number * self.units:
-            index, expert, _, count, row = self.unit(unit, passes, number)
+            self.await_stage(smem, stage, parity)
+            known = smem + self.at["units"] + stage * UNIT_BYTES
+            index, row, expert, count = async_copy.load_shared_v4_s32(known)
+            alphas = async_copy.load_shared_v2_f32(known + 16)
             tile = row * plan.unit_tiles + 8 * group  # the first of this warpgroup's eight
-            where = (index, expert, count, tile)
+            where = (index, expert, count, tile, alphas[0], alphas[1])
             if tile < self.tiles:
-                acc, stage, parity = self.multiply(smem, warp, lane, stage, parity)
-                if cutlass.const_expr(self.fc1):
-                    self.finish1(smem, warp, lane, acc, where, alpha, bias, out)
-                else:
-                    self.finish2(smem, warp, lane, acc, where, half, noted, alpha, bias, out)
+                for i in cutlass.range_constexpr(len(plan.widths)):
+                    n = plan.widths[i]
+                    least = plan.widths[i + 1] if i + 1 < len(plan.widths) else 0
+                    if (count > least) & (count <= n):
+                        acc, stage, parity = self.multiply(smem, warp, lane, stage, parity, n)
+                        if cutlass.const_expr(self.fc1):
+                            self.finish1(smem, warp, lane, acc, n, where, bias, out)
+                        else:
+                            note = (half, noted)
+                            self.finish2(smem, warp, lane, acc, n, where, note, bias, out)
             else:
                 stage, parity = self.skip(smem, lane, stage, parity)
             if cutlass.const_expr(not self.fc1):
@@ -299,8 +330,9 @@ class PrefillGemm:
     def skip(self, smem, lane, stage, parity):
         """A unit of which this warpgroup has no rows."""
         k = Int32(0)
-        while k < self.k_blocks:
+        while k < self.chunks:
             self.await_stage(smem, stage, parity)
+            cute.arch.sync_warp()
             self.leave(smem, lane, stage)
             stage, parity = self.next(stage, parity)
             k += 1
@@ -318,39 +350,46 @@ class PrefillGemm:
             ptx.mbarrier_arrive(smem + self.at["empty"] + 8 * stage)
 
     @cute.jit
-    def multiply(self, smem, warp, lane, stage, parity):
+    def multiply(self, smem, warp, lane, stage, parity, n: cutlass.Constexpr):
         """Two row tiles of 64 x the pass's tokens: the MMAs of one and the dequantization of the
         other at a time."""
         plan = self.plan
         sizes = plan.sizes
-        n = plan.tiles.pass_tokens
-        acc = [cute.make_rmem_tensor((self.values,), Float32) for _ in range(2)]
+        acc = [cute.make_rmem_tensor((n // 2,), Float32) for _ in range(2)]
         a = [cute.make_rmem_tensor((16,), Uint32) for _ in range(2)]
+        for m in cutlass.range_constexpr(2):
+            acc[m].fill(0.0)
         words = cute.make_rmem_tensor((5,), Uint32)
-        mine = (8 * (warp >> 2) + (warp & 3)) * sizes.block_bytes
-        self.await_stage(smem, stage, parity)
-        block = smem + self.at["weights"] + stage * plan.weight_bytes + mine
+        mine = (8 * (warp >> 2) + (warp & 3)) * (self.blocks * sizes.block_bytes)
+        second = 4 * self.blocks * sizes.block_bytes
+        block = smem + self.at["weights"] + stage * self.stage_weights + mine
         self.fetch(block, lane, words)
         before = Int32(stage)
         k = Int32(0)
-        while k < self.k_blocks:
-            rows = smem + self.at["tokens"] + stage * plan.token_bytes
-            self.decode(words, a[0])
-            self.fetch(block + 4 * sizes.block_bytes, lane, words)
-            start_block(sizes.kind, n, acc[0], a[0], rows, k)
-            wait(1)  # for the other tile's block before
-            if k > 0:
-                self.leave(smem, lane, before)
-            self.decode(words, a[1])
-            start_block(sizes.kind, n, acc[1], a[1], rows, k)
-            before = Int32(stage)
-            stage, parity = self.next(stage, parity)
+        while k < self.chunks:
+            rows = smem + self.at["tokens"] + stage * self.stage_tokens
+            now = Int32(stage)
+            for b in cutlass.range_constexpr(self.blocks):
+                self.decode(words, a[0])
+                self.fetch(block + second + b * sizes.block_bytes, lane, words)
+                start_block(sizes.kind, n, acc[0], a[0], rows + b * plan.token_bytes)
+                wait(1)  # for the other tile's block before
+                if cutlass.const_expr(b == 0):  # noqa: SIM102  decided when compiling
+                    if k > 0:
+                        self.leave(smem, lane, before)
+                self.decode(words, a[1])
+                start_block(sizes.kind, n, acc[1], a[1], rows + b * plan.token_bytes)
+                if cutlass.const_expr(b + 1 < self.blocks):
+                    self.fetch(block + (b + 1) * sizes.block_bytes, lane, words)
+                else:
+                    stage, parity = self.next(stage, parity)
+                    if k + 1 < self.chunks:
+                        self.await_stage(smem, stage, parity)
+                        block = smem + self.at["weights"] + stage * self.stage_weights + mine
+                        self.fetch(block, lane, words)
+                wait(1)
+            before = now
             k += 1
-            if k < self.k_blocks:
-                self.await_stage(smem, stage, parity)
-                block = smem + self.at["weights"] + stage * plan.weight_bytes + mine
-                self.fetch(block, lane, words)
-            wait(1)
         wait(0)
         self.leave(smem, lane, before)
         return acc, stage, parity
@@ -379,15 +418,13 @@ class PrefillGemm:
     # ---- epilogues
 
     @cute.jit
-    def finish1(self, smem, warp, lane, acc, where, alpha, bias, out):
+    def finish1(self, smem, warp, lane, acc, n: cutlass.Constexpr, where, bias, out):
         """Real units, bias, activation, 16 bits; through shared memory to the pass's tile."""
-        index, expert, count, tile = where
+        index, expert, count, tile, low, high = where
         plan = self.plan
         sizes = plan.sizes
         group = warp >> 2
         quarter = warp & 3
-        low = ptx.load_f32(alpha + Int64(expert) * 8)
-        high = ptx.load_f32(alpha + Int64(expert) * 8 + 4)
         g = lane >> 2
         odd = g & 1
         place = 2 * (lane & 3) + odd
@@ -404,25 +441,25 @@ class PrefillGemm:
             ]
             self.free_staging(warp, lane)
             at = row + (((4 * (quarter & 1) + (g >> 1)) ^ place) << 4) + 4 * (quarter >> 1)
-            for n in cutlass.range_constexpr(self.values // 4):
+            for j in cutlass.range_constexpr(n // 8):
                 for m in cutlass.range_constexpr(2):
-                    gate = [acc[m][4 * n + i] * low + biases[m][0] for i in range(2)]
-                    up = [acc[m][4 * n + i + 2] * high + biases[m][1] for i in range(2)]
+                    gate = [acc[m][4 * j + i] * low + biases[m][0] for i in range(2)]
+                    up = [acc[m][4 * j + i + 2] * high + biases[m][1] for i in range(2)]
                     v = [activate(self.activation, x, y) for x, y in zip(gate, up, strict=True)]
                     word = self.turn(v, selector)
-                    ptx.store_shared_b32(at + n * 1024 + 8 * m, word)
+                    ptx.store_shared_b32(at + j * 1024 + 8 * m, word)
             self.store_tile(warp, lane, staging, target, tile >> 3, count)
         else:
             for m in cutlass.range_constexpr(2):
                 if tile + 4 * m < self.tiles:
                     biases = self.biases1(bias, expert * self.tiles + tile + 4 * m + quarter, g)
                     self.free_staging(warp, lane)
-                    for n in cutlass.range_constexpr(self.values // 4):
+                    for j in cutlass.range_constexpr(n // 8):
                         for h in cutlass.range_constexpr(2):
-                            scaled = [acc[m][4 * n + 2 * h + i] * low + biases[h] for i in range(2)]
+                            scaled = [acc[m][4 * j + 2 * h + i] * low + biases[h] for i in range(2)]
                             v = [activate(self.activation, x, x) for x in scaled]
                             at = row + (((4 * h + (g >> 1)) ^ place) << 4) + 4 * quarter
-                            ptx.store_shared_b32(at + n * 1024, self.turn(v, selector))
+                            ptx.store_shared_b32(at + j * 1024, self.turn(v, selector))
                     self.store_tile(warp, lane, staging, target, (tile >> 2) + m, count)
 
     def biases1(self, bias, tile, g):
@@ -455,15 +492,15 @@ class PrefillGemm:
             async_copy.bulk_commit()
 
     @cute.jit
-    def finish2(self, smem, warp, lane, acc, where, half, noted, alpha, bias, out):
+    def finish2(self, smem, warp, lane, acc, n: cutlass.Constexpr, where, note, bias, out):
         """Real units, bias, the router's weight, 16 bits; through shared memory to the pairs'
         rows."""
-        _, expert, count, tile = where
+        _, expert, count, tile, factor, _ = where
+        half, noted = note
         plan = self.plan
         sizes = plan.sizes
         group = warp >> 2
         quarter = warp & 3
-        factor = ptx.load_f32(alpha + Int64(expert) * 4)
         staging = smem + self.at["staging"] + group * plan.token_bytes
         table = smem + self.at["notes"] + half * plan.note_bytes
         ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
@@ -479,24 +516,30 @@ class PrefillGemm:
                     at = bias + (Int64(expert) * sizes.hidden + Int64(row)) * 4
                     biases = [ptx.load_f32(at), ptx.load_f32(at + 32)]
             ptx.barrier_sync_at(GROUP_BARRIER + group, 2 * MMA_ROWS)
-            self.stage2(lane, quarter, acc[m], biases, factor, column, staging)
+            self.stage2(lane, quarter, acc[m], n, biases, factor, column, staging)
             ptx.barrier_sync_at(GROUP_BARRIER + group, 2 * MMA_ROWS)
-            place = Int32(thread >> 3)
             if feature + chunk * 8 < sizes.hidden:
-                while place < count:
-                    v = ptx.load_shared_v4(staging + place * 128 + ((chunk ^ (place & 7)) << 4))
-                    pair = ptx.load_shared_s32(table + 4 * place)
-                    to = Int64(pair) * sizes.hidden + Int64(feature + chunk * 8)
-                    ptx.store_v4_b32(out + to * 2, v)
-                    place += 16
+                self.store_rows(thread, count, n, table, staging, out, feature + chunk * 8)
 
-    def stage2(self, lane, quarter, acc, biases, factor, column, staging):
+    @cute.jit
+    def store_rows(self, thread, count, n: cutlass.Constexpr, table, staging, out, feature):
+        """16 bytes a thread of each sixteenth token."""
+        place = thread >> 3
+        source = staging + place * 128 + (((thread & 7) ^ (place & 7)) << 4)
+        for i in cutlass.range_constexpr(-(-n // 16)):
+            if place + 16 * i < count:
+                pair = ptx.load_shared_s32(table + 4 * place + 64 * i)
+                v = ptx.load_shared_v4(source + 2048 * i)
+                to = Int64(pair) * self.plan.sizes.hidden + Int64(feature)
+                ptx.store_v4_b32(out + to * 2, v)
+
+    def stage2(self, lane, quarter, acc, width, biases, factor, column, staging):
         """One row tile, transposed: tokens' rows of 64 features, 128-byte swizzled."""
         kind = self.plan.sizes.kind
         matrix = lane >> 3
         chunk = 2 * quarter + (matrix & 1)
         to = staging + (8 * (matrix >> 1) + (lane & 7)) * 128 + ((chunk ^ (lane & 7)) << 4)
-        eights = self.values // 4
+        eights = width // 8
         for n in range(0, eights, 2):
             registers = []
             for j in range(n, min(n + 2, eights)):

@@ -16,6 +16,7 @@ from rubin_moe.kernels.sm90.plan import ALIGN, BLOCK_K, LayerSizes
 
 MMA_ROWS = 64  # of one wgmma: four tiles of 16, one a warp
 PRODUCERS = 4  # warps: three gather tokens, one copies weights
+UNIT_BYTES = 32  # what warps that multiply need to know of a unit
 MAX_PASS = 160  # two accumulators a token and thread, and A's registers, in 240
 
 
@@ -24,17 +25,24 @@ class PrefillTiles:
     """What tuning chooses.
 
     Attributes:
-        pass_tokens: a multiple of 8. groups: warpgroups that multiply, each two times 64 rows.
-        stages13, stages2: of 64 of K each. panel: passes that are walked together, row by row of
-            units, so that what multiplies at the same time shares weights and tokens in the L2.
+        pass_tokens: a multiple of 8. narrower, step: passes with fewer tokens take one of so many
+            narrower MMAs, each ``step`` tokens narrower than the one before.
+        groups: warpgroups that multiply, each two times 64 rows.
+        stages13, stages2: of the pipeline. blocks13, blocks2: of 64 of K in a stage at most.
+        panel: passes that are walked together, row by row of units, so that what multiplies at the
+            same time shares weights and tokens in the L2.
         lag: stages that a warpgroup starts behind the one before, so that their epilogues do not
             coincide.
     """
 
     pass_tokens: int = 144
+    narrower: int = 0
+    step: int = 8
     groups: int = 2
     stages13: int = 6
     stages2: int = 6
+    blocks13: int = 1
+    blocks2: int = 1
     panel: int = 8
     lag: int = 3
 
@@ -50,6 +58,12 @@ class PrefillPlan:
     def consumers(self) -> int:
         """Warps that multiply."""
         return 4 * self.tiles.groups
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of an MMA, descending."""
+        t = self.tiles
+        return tuple(t.pass_tokens - i * t.step for i in range(t.narrower + 1))
 
     @property
     def threads(self) -> int:
@@ -73,6 +87,14 @@ class PrefillPlan:
     @property
     def units2(self) -> int:
         return -(-self.sizes.tiles2 // self.unit_tiles)
+
+    @property
+    def blocks13(self) -> int:
+        return _divisor(self.sizes.k_blocks13, self.tiles.blocks13)
+
+    @property
+    def blocks2(self) -> int:
+        return _divisor(self.sizes.k_blocks2, self.tiles.blocks2)
 
     @property
     def token_bytes(self) -> int:
@@ -99,19 +121,20 @@ class PrefillPlan:
 
     @cached_property
     def offsets13(self) -> dict[str, int]:
-        return self._offsets(self.tiles.stages13)
+        return self._offsets(self.tiles.stages13, self.blocks13)
 
     @cached_property
     def offsets2(self) -> dict[str, int]:
-        return self._offsets(self.tiles.stages2)
+        return self._offsets(self.tiles.stages2, self.blocks2)
 
-    def _offsets(self, stages: int) -> dict[str, int]:
+    def _offsets(self, stages: int, blocks: int) -> dict[str, int]:
         """Byte addresses in shared memory, and ``end``."""
         at, out = 0, {}
         for name, nbytes in (  # the first two where 128-byte swizzling wants multiples of 1024
-            ("tokens", stages * self.token_bytes),
+            ("tokens", stages * blocks * self.token_bytes),
             ("staging", self.tiles.groups * self.token_bytes),
-            ("weights", stages * self.weight_bytes),
+            ("weights", stages * blocks * self.weight_bytes),
+            ("units", stages * UNIT_BYTES),
             ("notes", 2 * self.note_bytes),
             ("full", 8 * stages),
             ("empty", 8 * stages),
@@ -136,16 +159,22 @@ class PrefillPlan:
         return f"{chosen} smem={self.smem13}, {self.smem2}"
 
 
+def _divisor(number: int, at_most: int) -> int:
+    return next(n for n in range(min(at_most, number), 0, -1) if number % n == 0)
+
+
 def check_prefill(plan: PrefillPlan) -> PrefillPlan:
     """The plan, if it can be built. Raises PlanError."""
     t = plan.tiles
+    if min(t.blocks13, t.blocks2, t.panel) < 1:
+        raise PlanError(f"{t}: a block or more in a stage, a pass or more in a panel")
     if max(plan.smem13, plan.smem2) > SM90A.smem_per_block:
         raise PlanError(f"{plan}: {SM90A.smem_per_block} bytes of shared memory are there")
-    if t.groups not in (1, 2, 3) or min(t.stages13, t.stages2) < 2 or t.panel < 1:
-        raise PlanError(f"{plan}: 1 to 3 warpgroups, 2 stages or more, panels of a pass or more")
+    if t.groups not in (1, 2, 3) or min(t.stages13, t.stages2) < 2:
+        raise PlanError(f"{plan}: 1 to 3 warpgroups, 2 stages or more")
     if not 0 <= t.lag * (t.groups - 1) < min(t.stages13, t.stages2):
         raise PlanError(f"{plan}: the last warpgroup starts behind the last stage")
     most = MAX_PASS if t.groups < 3 else 80
-    if not 8 <= t.pass_tokens <= most or t.pass_tokens % 8:
+    if any(not 8 <= n <= most or n % 8 for n in plan.widths) or t.narrower < 0:
         raise PlanError(f"{plan}: passes of 8 to {most} tokens, a multiple of 8")
     return plan

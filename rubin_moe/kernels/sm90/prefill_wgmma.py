@@ -15,32 +15,28 @@ HIGH_BITS = 0x40000040  # of a descriptor: 128-byte swizzle, eight rows are 1024
 LOW_BITS = 1 << 16
 
 
-def start_block(kind: str, n: int, acc, a, tokens, accumulate):
-    """Starts acc (+)= A B over 64 of K, one group.
+def start_block(kind: str, n: int, acc, a, tokens):
+    """Starts acc += A B over 64 of K, one group.
 
     ``acc``: register tensor, ``n / 2`` floats; ``a``: A's 16 registers, four an MMA; ``tokens``:
-    address of ``[n, 64]`` 16-bit elements in shared memory, 128-byte swizzled; ``accumulate``: 0
-    where acc has nothing yet.
+    address of ``[n, 64]`` 16-bit elements in shared memory, 128-byte swizzled.
     """
     number = n // 2
     d = ", ".join(f"${i}" for i in range(number))
-    lines = [
-        "{", ".reg .b32 low;", ".reg .b64 desc;", ".reg .pred add;",
-        f"setp.ne.b32 add, ${2 * number + 4 * DEPTH + 1}, 0;", "wgmma.fence.sync.aligned;",
-    ]  # fmt: skip
+    lines = ["{", ".reg .b32 low;", ".reg .b64 desc;", "wgmma.fence.sync.aligned;"]
     for j in range(DEPTH):
         registers = ", ".join(f"${2 * number + 4 * j + i}" for i in range(4))
         lines += [
             f"add.u32 low, ${2 * number + 4 * DEPTH}, {2 * j};",
             f"mov.b64 desc, {{low, {HIGH_BITS}}};",
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{d}}}, "
-            f"{{{registers}}}, desc, {'1' if j else 'add'}, 1, 1, 0;",
+            f"{{{registers}}}, desc, 1, 1, 1, 0;",
         ]
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
     low = (Uint32(tokens) >> Uint32(4)) | Uint32(LOW_BITS)
     values = [Float32(acc[i]).ir_value() for i in range(number)]
-    values += [Uint32(v).ir_value() for v in (*(a[i] for i in range(4 * DEPTH)), low, accumulate)]
-    constraints = ["=f"] * number + [str(i) for i in range(number)] + ["r"] * (4 * DEPTH + 2)
+    values += [Uint32(v).ir_value() for v in (*(a[i] for i in range(4 * DEPTH)), low)]
+    constraints = ["=f"] * number + [str(i) for i in range(number)] + ["r"] * (4 * DEPTH + 1)
     f32 = ir.F32Type.get()
     result = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * number), values, "\n".join(lines),

@@ -62,9 +62,9 @@ def test_routings(num_tokens, kind):
 @pytest.mark.parametrize(
     "tiles",
     [
-        PrefillTiles(8, 2, 2, 3, 1, 1),
-        PrefillTiles(24, 3, 4, 3, 8, 1),
-        PrefillTiles(136, 2, 3, 3, 2, 2),
+        PrefillTiles(8, groups=2, stages13=2, stages2=3, blocks13=5, panel=1, lag=1),
+        PrefillTiles(24, 2, 8, 3, stages13=4, stages2=3, blocks2=2, lag=1),
+        PrefillTiles(136, 1, 72, stages13=3, stages2=3, panel=2, lag=2),
     ],
     ids=str,
 )
@@ -105,7 +105,10 @@ def test_rows_without_an_expert_leak_nothing():
     [
         PrefillTiles(pass_tokens=168),
         PrefillTiles(pass_tokens=12),
-        PrefillTiles(pass_tokens=88, groups=3, stages13=2, stages2=2),
+        PrefillTiles(pass_tokens=16, narrower=2),
+        PrefillTiles(blocks2=0),
+        PrefillTiles(lag=6),
+        PrefillTiles(pass_tokens=88, groups=3, stages13=2, stages2=2, lag=0),
         PrefillTiles(stages13=1),
         PrefillTiles(stages2=9),
     ],
@@ -121,7 +124,7 @@ def test_plans_that_cannot_be_built(tiles):
 def test_the_registers_are_there_that_warpgroups_ask_for(groups):
     """On silicon a warpgroup that asks for more waits for ever; the emulator has no limit."""
     sizes = choice.sizes_of(layer_kernel(small()).problem)
-    tiles = PrefillTiles(16, groups, stages13=4, stages2=4, lag=1)
+    tiles = PrefillTiles(16, groups=groups, stages13=4, stages2=4, lag=1)
     plan = check_prefill(PrefillPlan(sizes, tiles))
     more, less = plan.registers
     for fc1 in (True, False):
