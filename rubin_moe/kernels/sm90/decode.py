@@ -137,7 +137,7 @@ class DecodeMoe:
             i += plan.threads
         if thread < plan.tiles.buffers:
             ptx.mbarrier_init(smem + at["tokens_full"] + 8 * thread, 1)
-            ptx.mbarrier_init(smem + at["tokens_empty"] + 8 * thread, plan.tiles.warps)
+            ptx.mbarrier_init(smem + at["tokens_empty"] + 8 * thread, 32 * plan.tiles.warps)
         words = (plan.sizes.k_blocks13 * 64 - plan.sizes.hidden) // 2
         if cutlass.const_expr(words > 0):
             i = Int32(thread)
@@ -220,14 +220,12 @@ class DecodeMoe:
         ptx.mbarrier_wait(bar, (turn // buffers) & 1)
 
     @cute.jit
-    def leave_tokens(self, smem, lane, turn):
+    def leave_tokens(self, smem, turn):
         """This warp needs the buffer no more. A warp that never did waits for it all the same: its
-        arrival must not count for the turn before."""
+        arrival must not count for the turn before. Each lane arrives, for its own reads."""
         self.await_tokens(smem, turn)
-        cute.arch.sync_warp()
-        if lane == 0:
-            buffer = turn % self.plan.tiles.buffers
-            ptx.mbarrier_arrive(smem + self.plan.offsets["tokens_empty"] + 8 * buffer)
+        buffer = turn % self.plan.tiles.buffers
+        ptx.mbarrier_arrive(smem + self.plan.offsets["tokens_empty"] + 8 * buffer)
 
     # ---- weights times tokens
 
@@ -241,11 +239,17 @@ class DecodeMoe:
         sizes = plan.sizes
         stream = self.stream
         warps = plan.tiles.warps
-        items1 = ((last1 - first1) * plan.split13 - warp + (warps - 1)) // warps
-        items = items1 + ((last2 - first2) * plan.split2 - warp + (warps - 1)) // warps
+        work1 = (last1 - first1) * plan.split13
+        items1 = (work1 - warp + (warps - 1)) // warps
+        # FC2 begins with the warps that FC1 leaves out: they load while the others multiply
+        second = (warp + (warps - 1) * (work1 // plan.split2 * plan.split2)) % warps
+        items = items1 + ((last2 - first2) * plan.split2 - second + (warps - 1)) // warps
+        second = second - items1 * warps
         state = stream.start()
         for _ in cutlass.range_constexpr(plan.tiles.slots):
-            state = stream.issue(smem, warp, lane, w13, w2, first1, first2, items1, items, *state)
+            state = stream.issue(
+                smem, warp, second, lane, w13, w2, first1, first2, items1, items, *state
+            )
         read = (Int32(0), Int32(0))  # slot, parity
         turn = Int32(0)
         if first1 < last1:
@@ -258,15 +262,15 @@ class DecodeMoe:
                 while index < tile // sizes.tiles13:
                     self.publish(lane, counters, index, ready)
                     ready = Int32(0)
-                    self.leave_tokens(smem, lane, turn)
+                    self.leave_tokens(smem, turn)
                     turn += 1
                     index += 1
                 self.await_tokens(smem, turn)
                 row = tile - index * sizes.tiles13
                 scales = self.finish.scales1(smem, lane, row, index, alpha13, bias13)
                 total, state, read = self.tile(
-                    smem, warp, lane, turn, work, item, w13, w2, first1, first2, items1, items,
-                    state, read, True,
+                    smem, warp, second, lane, turn, work, item, w13, w2, first1, first2, items1,
+                    items, state, read, True,
                 )  # fmt: skip
                 if work % plan.split13 == 0:
                     self.finish1(smem, lane, total, tile, index, scales, h)
@@ -274,7 +278,7 @@ class DecodeMoe:
                 item += 1
             self.publish(lane, counters, index, ready)
             while index <= (last1 - 1) // sizes.tiles13:
-                self.leave_tokens(smem, lane, turn)
+                self.leave_tokens(smem, turn)
                 turn += 1
                 index += 1
         if cutlass.const_expr(plan.split13 != plan.split2):
@@ -284,23 +288,23 @@ class DecodeMoe:
             index = first2 // sizes.tiles2
             item = Int32(items1)
             while item < items:
-                work = warp + (item - items1) * warps
+                work = second + item * warps
                 tile = first2 + work // plan.split2
                 while index < tile // sizes.tiles2:
-                    self.leave_tokens(smem, lane, turn)
+                    self.leave_tokens(smem, turn)
                     turn += 1
                     index += 1
                 self.await_tokens(smem, turn)
                 scales = self.scales2(smem, lane, tile, index, alpha2, bias2, weights)
                 total, state, read = self.tile(
-                    smem, warp, lane, turn, work, item - items1, w13, w2, first1, first2, items1,
-                    items, state, read, False,
+                    smem, warp, second, lane, turn, work, item - items1, w13, w2, first1, first2,
+                    items1, items, state, read, False,
                 )  # fmt: skip
                 if work % plan.split2 == 0:
                     self.finish2(smem, lane, total, tile, index, scales, partial)
                 item += 1
             while index <= (last2 - 1) // sizes.tiles2:
-                self.leave_tokens(smem, lane, turn)
+                self.leave_tokens(smem, turn)
                 turn += 1
                 index += 1
 
@@ -314,8 +318,8 @@ class DecodeMoe:
 
     @cute.jit
     def tile(
-        self, smem, warp, lane, turn, work, item, w13, w2, first1, first2, items1, items, state,
-        read, fc1: cutlass.Constexpr,
+        self, smem, warp, second, lane, turn, work, item, w13, w2, first1, first2, items1, items,
+        state, read, fc1: cutlass.Constexpr,
     ):  # fmt: skip
         """16 rows x the pass's tokens: this warp's parts of K, then those of its neighbours."""
         plan = self.plan
@@ -344,7 +348,7 @@ class DecodeMoe:
                     self.multiply(ring + b * plan.sizes.block_bytes, tokens + b * 128, lane, acc)
                 cute.arch.sync_warp()
                 state = self.stream.issue(
-                    smem, warp, lane, w13, w2, first1, first2, items1, items, *state
+                    smem, warp, second, lane, w13, w2, first1, first2, items1, items, *state
                 )
                 tokens += blocks * 128
                 slot += 1

@@ -143,7 +143,7 @@ class WideMoe:
         plan = self.plan
         if thread < plan.tiles.stages:
             ptx.mbarrier_init(smem + plan.offsets["full"] + 8 * thread, 2)
-            ptx.mbarrier_init(smem + plan.offsets["empty"] + 8 * thread, plan.consumers)
+            ptx.mbarrier_init(smem + plan.offsets["empty"] + 8 * thread, 32 * plan.consumers)
         ptx.mbarrier_init_fence()
 
     # ---- tokens in the order of the passes
@@ -369,9 +369,7 @@ class WideMoe:
                     rows = tokens + b * plan.block_tokens
                     block = ring + b * plan.sizes.block_bytes
                     self.multiply(block, rows, lane, acc)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    ptx.mbarrier_arrive(smem + plan.offsets["empty"] + 8 * stage)
+                ptx.mbarrier_arrive(smem + plan.offsets["empty"] + 8 * stage)
                 stage += 1
                 if stage == plan.tiles.stages:
                     stage = Int32(0)
