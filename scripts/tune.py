@@ -45,8 +45,9 @@ from rubin_moe.kernels.sm90.prefill_plan import (
     check_prefill,
 )
 
-TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
-BOTH = (128, 256, 512)  # tokens at which both regimes are timed
+TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+MOST_DECODE = 512  # tokens at which decode's tiles are timed
+LEAST_PREFILL = 4  # tokens an expert, on average, at which prefill's are
 MOST_STAGES = 8
 WORST_ERROR = 4e-3  # relative; bfloat16 between the GEMMs and in the output gives about 2.5e-3
 CANDIDATES: dict[str, list[Tiles | WideTiles]] = {
@@ -74,9 +75,9 @@ def candidates(name: str, num_tokens: int) -> list[choice.AnyTiles]:
     """What is timed at a number of tokens."""
     shape = SHAPES[name]
     out: list[choice.AnyTiles] = []
-    if num_tokens <= BOTH[-1]:
+    if num_tokens <= MOST_DECODE:
         out += [tiles for tiles in CANDIDATES[name] if worth(shape, tiles, num_tokens)]
-    if num_tokens >= BOTH[0]:
+    if num_tokens * shape.top_k >= LEAST_PREFILL * shape.num_experts:
         out += prefill_tiles(shape, num_tokens)
     return out
 

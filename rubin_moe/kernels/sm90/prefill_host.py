@@ -131,7 +131,8 @@ class Prefill:
         counter = At(self._counters(x.device), 4 * SORT_COUNTER)
         k, launch = self.kernels, self._launch
         launch(
-            k.sort, blocks, [ids, expert_map, x, counts, passes, pairs, tokens, counter, m]
+            k.sort, blocks,
+            [ids, expert_map, x, counts, passes, pairs, tokens, counter, None, m, 0],
         )  # fmt: skip
         launch(k.fc1, blocks, [w.w13, w.alpha13, w.bias13, tokens, passes, pairs, None, h])
         launch(k.fc2, blocks, [w.w2, w.alpha2, w.bias2, h, passes, pairs, weights, y])

@@ -57,14 +57,17 @@ class Sort:
         pairs: Int64,
         tokens: Int64,
         counter: Int64,
+        board: Int64,
         num_tokens: Int32,
+        words: Int32,
         blocks: Int32,
         stream,
     ):
         """Launch. Addresses of int32 ids ``[M, top_k]`` and map (or 0), 16-bit x ``[M, hidden]``,
-        int32 scratch ``[blocks, num_experts]``, the three results, and a word that starts as 0."""
+        int32 scratch ``[blocks, num_experts]``, the three results, a word that starts as 0, and
+        ``words`` int32 that are set to 0 for others."""
         self.kernel(
-            ids, expert_map, x, counts, passes, pairs, tokens, counter, num_tokens
+            ids, expert_map, x, counts, passes, pairs, tokens, counter, board, num_tokens, words
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.plan.threads, 1, 1),
@@ -83,7 +86,9 @@ class Sort:
         pairs: Int64,
         tokens: Int64,
         counter: Int64,
+        board: Int64,
         num_tokens: Int32,
+        words: Int32,
     ):
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
@@ -97,12 +102,16 @@ class Sort:
         num_pairs = num_tokens * plan.top_k
         step = grid * plan.threads
         chunk = ((num_pairs + (step - 1)) // step) * plan.threads
+        if num_pairs <= ROUNDS * plan.threads:
+            chunk = Int32(ROUNDS * plan.threads)  # one block sorts, and meets nobody
         sorters = (num_pairs + (chunk - 1)) // chunk
         start = block * chunk
         segment = start + warp * (chunk // plan.warps)
         end = segment + chunk // plan.warps
         end = end if end < num_pairs else num_pairs
         old = Int32(0)
+        if block == 0 and thread < words:
+            ptx.store_s32(board + Int64(thread) * 4, Int32(0))
         if block < sorters:
             self.clear(smem, thread)
             cute.arch.sync_threads()
@@ -110,17 +119,22 @@ class Sort:
             cute.arch.sync_threads()
             self.add_segments(smem, thread, counts + Int64(block) * (4 * plan.num_experts))
             cute.arch.sync_threads()
-            if thread == 0:
+            if sorters > 1 and thread == 0:
                 old = barrier.arrive(counter, block == 0, sorters)
-        permute(
-            lane, block * plan.warps + warp, grid * plan.warps, x, tokens, num_tokens,
-            plan.hidden, plan.k_blocks,
-        )  # fmt: skip
+        if sorters > 1 or block > 0 or grid == 1:
+            before = Int32(1) if sorters == 1 and grid > 1 else Int32(0)
+            permute(
+                lane, (block - before) * plan.warps + warp, (grid - before) * plan.warps, x, tokens,
+                num_tokens, plan.hidden, plan.k_blocks,
+            )  # fmt: skip
         if block < sorters:
-            if thread == 0:
-                barrier.wait(counter, old)
-            cute.arch.sync_threads()
-            self.order(smem, thread, warp, lane, block, sorters, counts)
+            if sorters > 1:
+                if thread == 0:
+                    barrier.wait(counter, old)
+                cute.arch.sync_threads()
+                self.add_blocks(smem, thread, block, sorters, counts)
+                cute.arch.sync_threads()
+            self.order(smem, thread, warp, lane)
             self.list_passes(smem, block * plan.warps + warp, sorters * plan.warps, lane, passes)
             self.place(smem, warp, lane, start, segment, end, pairs)
 
@@ -167,9 +181,16 @@ class Sort:
 
     @cute.jit
     def add_segments(self, smem, thread, counts):
-        """The chunk's counts to device memory; the table then says how many pairs the segments
-        before have."""
+        """The chunk's counts to device memory, and as if it were the only one to ``totals``; the
+        table then says how many pairs the segments before have."""
         plan = self.plan
+        for g in cutlass.range_constexpr(plan.groups):
+            i = Int32(thread)
+            while i < plan.slots:
+                at = smem + 4 * (g * plan.slots + i)
+                ptx.store_shared_b32(at + plan.offsets["totals"], Int32(0))
+                ptx.store_shared_b32(at + plan.offsets["before"], Int32(0))
+                i += plan.threads
         expert = Int32(thread)
         while expert < plan.num_experts:
             table = smem + plan.offsets["segments"] + 2 * expert
@@ -181,18 +202,17 @@ class Sort:
                 ptx.store_shared_b16(table + 2 * plan.num_experts * s, total)
                 total += found[s]
             ptx.store_s32(counts + Int64(expert) * 4, total)
+            ptx.store_shared_b32(smem + plan.offsets["totals"] + 4 * expert, total)
             expert += plan.threads
 
     # ---- behind the barrier: the order of the experts
 
     @cute.jit
-    def order(self, smem, thread, warp, lane, block, sorters, counts):
+    def order(self, smem, thread, warp, lane):
         """Fills the tables ``ranked``, ``rows`` and ``passes`` by the experts' order, ``places`` by
         expert: where this chunk's first pair of it goes. Whole block; ends with a barrier."""
         plan = self.plan
         at = plan.offsets
-        self.add_blocks(smem, thread, block, sorters, counts)
-        cute.arch.sync_threads()
         before = []
         for r in cutlass.range_constexpr(plan.rounds):
             before.append(self.add_groups(smem, thread + plan.threads * r))

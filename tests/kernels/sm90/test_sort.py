@@ -68,8 +68,10 @@ def run(
     there = torch.from_numpy(ids).to(device)
     where = None if expert_map is None else torch.from_numpy(expert_map).to(device)
     scratch = stale(plan.counts_bytes(blocks))
-    args = [there, where, x.to(device), scratch, passes, pairs, tokens, counter, num_tokens]
-    launcher_of(machine).launch(sort_kernel(plan), blocks, args)
+    board = stale(4 * 9)
+    args = [there, where, x.to(device), scratch, passes, pairs, tokens, counter, board]
+    launcher_of(machine).launch(sort_kernel(plan), blocks, [*args, num_tokens, 8])
+    assert board.view(torch.int32).tolist() == [0] * 8 + [0x7F7F7F7F]
     return Sorted(
         passes.view(torch.int32).view(-1, 4).cpu().numpy(),
         pairs.view(torch.int32).cpu().numpy(),
@@ -117,10 +119,10 @@ def hidden_states(plan: SortPlan, num_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_tokens", [1, 33, 100])
+@pytest.mark.parametrize("num_tokens", [1, 33, 200])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_tables_and_tokens(num_tokens, kind, machine):
-    """Chunks of one block, and of all three."""
+    """One block sorts, or all three."""
     ids, x = ids_of(SMALL, kind, num_tokens), hidden_states(SMALL, num_tokens)
     found = run(SMALL, ids, x, machine, 3)
     check_tables(SMALL, ids, found)
@@ -132,8 +134,9 @@ def test_tables_and_tokens(num_tokens, kind, machine):
 def test_numbers_of_experts(num_experts, machine):
     """Threads that share an expert, one each, and several experts a thread."""
     plan = replace(SMALL, num_experts=num_experts, top_k=1, warps=4)
-    ids, x = ids_of(plan, "power_law", 150), hidden_states(plan, 150)
-    check_tables(plan, ids, run(plan, ids, x, machine, 2))
+    for num_tokens in (150, 600):
+        ids, x = ids_of(plan, "power_law", num_tokens), hidden_states(plan, num_tokens)
+        check_tables(plan, ids, run(plan, ids, x, machine, 2))
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -160,7 +163,7 @@ def test_ids_beyond_the_experts_are_nobody(machine):
 def test_one_counter_serves_any_number_of_launches(machine):
     """Whatever the number of blocks that met there before."""
     counter = torch.zeros(1, dtype=torch.int32, device=machine.device)
-    for num_tokens, blocks in ((100, 3), (1, 3), (64, 2), (100, 4), (20, 1)):
+    for num_tokens, blocks in ((200, 3), (1, 3), (150, 2), (200, 4), (20, 1), (100, 1)):
         ids, x = ids_of(SMALL, "uniform", num_tokens), hidden_states(SMALL, num_tokens)
         check_tables(SMALL, ids, run(SMALL, ids, x, machine, blocks, counter=counter))
 
