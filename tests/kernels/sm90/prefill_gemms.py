@@ -8,32 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rubin_moe.arch import SM90A
 from rubin_moe.kernels.activation import Activation
-from rubin_moe.kernels.compile_cache import compiled
-from rubin_moe.kernels.launch import CompiledKernel, Launcher
+from rubin_moe.kernels.launch import Launcher
 from rubin_moe.kernels.sm90.host import Sm90Experts
 from rubin_moe.kernels.sm90.plan import BLOCK_K
+from rubin_moe.kernels.sm90.prefill_host import gemm_kernel
 from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan
 
 MODULE = "rubin_moe.kernels.sm90.prefill"
 
 
-def kernel_of(plan: PrefillPlan, fc1: bool, activation: Activation, bias: bool) -> CompiledKernel:
-    """One GEMM, compiled."""
-
-    def build() -> tuple[object, tuple[object, ...]]:
-        from cutlass import Int32, Int64
-        from cutlass.cute.runtime import make_fake_stream
-
-        from rubin_moe.kernels.sm90.prefill import PrefillGemm
-
-        args = (*(Int64(0) for _ in range(8)), Int32(1), make_fake_stream())
-        return PrefillGemm(plan, fc1, activation, bias), args
-
-    name, smem = ("sm90_prefill_fc1", plan.smem13) if fc1 else ("sm90_prefill_fc2", plan.smem2)
-    constants = f"{plan!r} {activation!r} {bias}"
-    return compiled(name, SM90A.name, constants, MODULE, plan.threads, smem, build)
+NO_SUM = (None, None, None, None, 0)  # arguments of the sum beside FC2
 
 
 def order_of_k(x: Tensor, k_blocks: int) -> Tensor:
@@ -85,13 +70,13 @@ class Gemms:
 
     def fc1(self, w: Sm90Experts, x: Tensor, tables: Tables, h: Tensor) -> None:
         """``x``: from `order_of_k`."""
-        kernel = kernel_of(self.plan, True, self.activation, self.bias)
-        args = (w.w13, w.alpha13, w.bias13, x, tables.passes, tables.pairs, None, h)
+        kernel = gemm_kernel(self.plan, True, self.activation, self.bias)
+        args = (w.w13, w.alpha13, w.bias13, x, tables.passes, tables.pairs, None, h, *NO_SUM)
         self.launch.launch(kernel, self.blocks, args)
 
     def fc2(self, w: Sm90Experts, h: Tensor, tables: Tables, weights: Tensor, out: Tensor) -> None:
-        kernel = kernel_of(self.plan, False, self.activation, self.bias)
-        args = (w.w2, w.alpha2, w.bias2, h, tables.passes, tables.pairs, weights, out)
+        kernel = gemm_kernel(self.plan, False, self.activation, self.bias)
+        args = (w.w2, w.alpha2, w.bias2, h, tables.passes, tables.pairs, weights, out, *NO_SUM)
         self.launch.launch(kernel, self.blocks, args)
 
     def scratch(self, x: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,14 @@ from rubin_moe.emulation import EmulatorLauncher
 from rubin_moe.errors import PlanError
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.sm90 import choice
+from rubin_moe.kernels.sm90.prefill_host import gemm_kernel
 from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan, PrefillTiles, check_prefill
 from tests.layers.backends import assert_close, weights_of
 from tests.oracles import problems
 
 from .layers import FORMATS, batch
 from .layers import kernel_of as layer_kernel
-from .prefill_gemms import Gemms, kernel_of
+from .prefill_gemms import Gemms
 from .test_layer import KINDS, small
 
 TILES = PrefillTiles(pass_tokens=16, groups=1, stages13=3, stages2=3, panel=2, lag=0)
@@ -128,7 +129,7 @@ def test_the_registers_are_there_that_warpgroups_ask_for(groups):
     plan = check_prefill(PrefillPlan(sizes, tiles))
     more, less = plan.registers
     for fc1 in (True, False):
-        kernel = kernel_of(plan, fc1, Activation(), False)
+        kernel = gemm_kernel(plan, fc1, Activation(), False)
         assert 128 * (groups * more + less) <= kernel.block * registers_of(kernel.cubin)
 
 
