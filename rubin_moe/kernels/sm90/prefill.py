@@ -132,7 +132,7 @@ class PrefillGemm:
         if warp >= plan.consumers:
             async_copy.set_registers(plan.registers[1], more=False)
             if warp == plan.consumers + GATHERERS:
-                self.load_weights(smem, lane, w, alpha, tokens, passes, number)
+                self.load_weights(smem, w, alpha, tokens, passes, number)
             elif cutlass.const_expr(self.fc1):
                 self.gather(smem, thread - 32 * plan.consumers, tokens, passes, pairs, number)
             elif thread < 32 * plan.consumers + self.noters:
@@ -202,9 +202,10 @@ class PrefillGemm:
         return stage, parity
 
     @cute.jit
-    def load_weights(self, smem, lane, w, alpha, tokens, passes, number):
-        """A lane a tile; FC2's tokens; and what is to be known of a unit, beside its first
-        stage."""
+    def load_weights(self, smem, w, alpha, tokens, passes, number):
+        """A unit's weights, tile by tile; FC2's tokens; and what is to be known of the unit, beside
+        its first stage. Nothing here depends on the lane: copies that lanes of a warp start with
+        addresses of their own are started one by one, at 60 cycles each."""
         plan = self.plan
         nbytes = self.blocks * plan.sizes.block_bytes
         unit, _, _ = cute.arch.block_idx()
@@ -214,9 +215,9 @@ class PrefillGemm:
             record, index, row = self.place(unit, passes, number)
             expert = ptx.load_s32(record)
             count = ptx.load_s32(record + 8)
-            tile = row * plan.unit_tiles + lane
+            tile = row * plan.unit_tiles
             source = w + (Int64(expert) * self.tiles + Int64(tile)) * (self.chunks * nbytes)
-            left = self.tiles - row * plan.unit_tiles
+            left = self.tiles - tile
             if left > plan.unit_tiles:
                 left = Int32(plan.unit_tiles)
             rows = tokens + Int64(index) * (self.k_blocks * plan.token_bytes)
@@ -226,11 +227,17 @@ class PrefillGemm:
             k = Int32(0)
             while k < self.chunks:
                 bar = smem + self.at["full"] + 8 * stage
+                to = smem + self.at["weights"] + stage * self.stage_weights
                 self.claim(smem, stage, parity)
-                to = smem + self.at["weights"] + stage * self.stage_weights + lane * nbytes
-                if lane < left:
-                    ptx.bulk_load(to, source, nbytes, bar)
-                if lane == 0:
+                with cute.arch.elect_one():
+                    if left == plan.unit_tiles:
+                        for i in cutlass.range_constexpr(plan.unit_tiles):
+                            self.copy_tile(to, source, i, bar)
+                    else:
+                        i = Int32(0)
+                        while i < left:
+                            self.copy_tile(to, source, i, bar)
+                            i += 1
                     if cutlass.const_expr(not self.fc1):
                         there = smem + self.at["tokens"] + stage * self.stage_tokens
                         for b in cutlass.range_constexpr(self.blocks):
@@ -247,6 +254,10 @@ class PrefillGemm:
                 stage, parity = self.next(stage, parity)
                 k += 1
             unit += grid
+
+    def copy_tile(self, to, source, i, bar):
+        nbytes = self.blocks * self.plan.sizes.block_bytes
+        ptx.bulk_load(to + i * nbytes, source + Int64(i) * (self.chunks * nbytes), nbytes, bar)
 
     def store_alphas(self, to, alpha, expert):
         """FC1's two, FC2's one."""
