@@ -21,8 +21,8 @@ COMMANDS: dict[str, str] = {
     "emulate": "emulate",
     "eval": "eval",
     "inspect": "inspect",
-    "replay": "replay",
     "plan": "plan",
+    "replay": "replay",
     "select": "select",
 }
 """Command name -> module of this package."""

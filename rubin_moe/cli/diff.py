@@ -54,7 +54,7 @@ def _print(found: "list[Difference]", worst: int) -> None:
     if same == len(found):
         return
     table = Table("layer", "expert", "part", "rel. error", "largest", "of", "codes", "scales")
-    for d in found[:worst]:
+    for d in found[: min(worst, len(found) - same)]:
         table.add_row(
             d.layer, str(d.expert), d.part, f"{d.rel_err:.3e}", f"{d.max_abs:.3e}",
             f"{d.max_value:.3e}", _share(d.codes), _share(d.scales),

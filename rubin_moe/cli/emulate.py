@@ -24,7 +24,10 @@ def emulate(
         Path | None, typer.Option(help="folder for the buffers after the launch, one .bin each")
     ] = None,
 ) -> None:
-    """Exit code 1 if the kernel traps or hangs, 2 if it is refused."""
+    """Run a saved launch on the emulator and report what it did.
+
+    Exit code 1 if the kernel traps or hangs, 2 if it is refused.
+    """
     from rubin_moe.emulator import EmulationError
     from rubin_moe.emulator.errors import EmulatorError
     from rubin_moe.emulator.saved import SavedLaunch

@@ -27,7 +27,10 @@ def replay(
     expect: Annotated[bool, typer.Option("--expect", help="add the emulator's result")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON of what came out")] = None,
 ) -> None:
-    """Exit code 1 if memory differs from the emulator's, 2 if a launch cannot be run here."""
+    """Save launches with the memory the emulator leaves, or run saved ones on this GPU and compare.
+
+    Exit code 1 if memory differs from the emulator's, 2 if a launch cannot be run here.
+    """
     from rubin_moe.errors import RubinMoeError
 
     try:

@@ -12,7 +12,7 @@ from rubin_moe.convert.output import OutTensor, Shape, leaves, stores_divisor
 from rubin_moe.convert.plan import Bundle, CopyGroup, LinearGroup
 from rubin_moe.errors import CheckpointError, ConvertError
 from rubin_moe.loader.checkpoint import TensorEntry
-from rubin_moe.loader.dense_leaves import FP8_LEAVES, needed_leaves
+from rubin_moe.loader.dense_leaves import FP8_LEAVES, FP8_SCALES, needed_leaves
 from rubin_moe.loader.dialect import Dialect, Reading
 from rubin_moe.loader.dialects import DIALECTS, LEAVES, identify
 from rubin_moe.loader.load import ModelCheckpoint
@@ -113,7 +113,8 @@ class Linears:
         entries, shapes = {}, {}
         for member in members:
             stored = self._modules[member]
-            needed = needed_leaves(dialect, stored)
+            plain = kind == "plain"
+            needed = {"weight"} if plain else needed_leaves(dialect, stored, member)
             entries[member] = {n: e for n, e in stored.items() if n in needed}
             shapes[member] = self._shape(member, dialect, stored)
         outputs = tuple(o for s in shapes.values() for _, o in leaves(self.target, s))
@@ -164,6 +165,7 @@ class Linears:
         if source.fmt != target.fmt:
             self.rest[module] = self._algo(kind, stored)
             return
+        needed_leaves(source, stored, module)  # or it is incomplete
         bundles = []
         for leaf, entry in stored.items():
             reading = source.read(leaf)
@@ -184,6 +186,6 @@ class Linears:
         """ModelOpt's name of what a copied matrix is."""
         if kind != "fp8":
             return "MXFP4" if "mxfp4" in kind else "NVFP4"
-        scale = stored.get("weight_scale_inv", stored.get("weight_scale"))
+        scale = next((stored[leaf] for leaf in FP8_SCALES if leaf in stored), None)
         block = scale is not None and len(scale.shape) == 2 and scale.shape[1] > 1
         return "FP8_PB_WO" if block else "FP8"

@@ -170,14 +170,14 @@ class Source:
         name = next(iter(entries.values())).name.rpartition(".")[0]
         if dialect is None:
             return self._dense({n: self.tensor(e) for n, e in entries.items() if n != "bias"}, name)
-        needed = needed_leaves(dialect, entries)
+        needed = needed_leaves(dialect, entries, name)
         return dense(dialect, {n: self.tensor(entries[n]) for n in needed}, name)
 
     @staticmethod
     def _dense(stored: Mapping[str, Tensor], name: str) -> Tensor:
         weight = stored["weight"]
         if weight.dtype.itemsize == 1:
-            needed = needed_leaves(None, stored)
+            needed = needed_leaves(None, stored, name)
             return dense(None, {n: t for n, t in stored.items() if n in needed}, name)
         if not bool(torch.isfinite(weight).all()):
             raise CheckpointError(f"{name}: NaN or infinity among its values")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rubin_moe.errors import CheckpointError
 from rubin_moe.formats.quantize import dequantize
+from rubin_moe.loader.dense_leaves import FP8_SCALES
 from rubin_moe.loader.dialect import Dialect, Ignored
 
 
@@ -18,7 +19,7 @@ def dense(dialect: Dialect | None, tensors: Mapping[str, Tensor], name: str) -> 
     """float32 ``[N, K]`` of one matrix.
 
     Args:
-        dialect: None for FP8. tensors: leaf -> stored tensor (`dense_leaves`).
+        dialect: None for FP8. tensors: leaf -> stored tensor, those of `needed_leaves`.
         name: for messages.
 
     Raises:
@@ -50,10 +51,7 @@ def _fp4(dialect: Dialect, tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     weight = tensors["weight"].float()
-    scale = tensors.get("weight_scale", tensors.get("weight_scale_inv"))
-    if scale is None:
-        raise CheckpointError(f"{name}: FP8 weight without weight_scale or weight_scale_inv")
-    scale = scale.float()
+    scale = next(tensors[leaf] for leaf in FP8_SCALES if leaf in tensors).float()
     if scale.numel() == 1:
         return _checked(weight * scale.reshape(()), name)
     if scale.dim() == 1:

@@ -58,6 +58,9 @@ def test_codes_and_scales_that_differ_are_counted(tmp_path):
     b = folder(changed, Style()).write(tmp_path / "b")
     first = next(compare(ModelCheckpoint(a), ModelCheckpoint(b)))
     assert (first.codes, first.scales, first.rel_err) == (0, 0, 0)
+    told = run(a, b).output
+    assert "12 matrices of experts, 11 of equal values" in told
+    assert told.count("layers.0") == 1
     worst = json.loads(run(a, b, "--json").output)[0]
     assert (worst["expert"], worst["part"]) == (1, "down")
     assert worst["codes"] == 2 / (64 * 32)

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from rubin_moe.convert.options import Options
 from rubin_moe.convert.run import convert
-from rubin_moe.errors import ConvertError
+from rubin_moe.errors import CheckpointError, ConvertError
 from rubin_moe.loader.load import ModelCheckpoint
+from tests.loader.checkpoints import Style, folder, layer
 from tests.oracles import quant
 
 from .sources import decoded, of_layer, write_dense, write_fp4
@@ -133,3 +134,33 @@ def test_exclusions_are_copied(tmp_path):
     with ModelCheckpoint(tmp_path / "b") as checkpoint:
         assert checkpoint.quant.excluded("model.layers.1.mlp.experts")
         assert not checkpoint.quant.excluded("model.layers.0.mlp.experts")
+
+
+@pytest.mark.parametrize("target", ["bf16", "nvfp4-ue4m3"])
+def test_an_incomplete_matrix_outside_the_experts_is_named(tmp_path, target):
+    """Half of one cannot be decoded, and under other names it would look whole."""
+    made = folder(layer("nvfp4-ue4m3"), Style())
+    made.tensors["model.layers.0.mlp.shared_expert.up_proj.weight"] = torch.zeros(32, 32).byte()
+    options = Options(target, names="auto" if target == "bf16" else "compressed-tensors")
+    with pytest.raises(
+        CheckpointError,
+        match=r"shared_expert.up_proj: modelopt without weight_scale and weight_scale_2",
+    ):
+        convert(made.write(tmp_path / "a"), tmp_path / "b", options, jobs=1)
+
+
+def test_deepseek_v4_spells_its_fp8_scales_shortly(tmp_path):
+    """``scale``, E8M0, one a block of 128."""
+    path, _ = write_fp4(tmp_path / "a", "deepseek_v4")
+    tensors = load_file(path / "model.safetensors")
+    rng = torch.Generator().manual_seed(0)
+    codes = torch.randn(256, 128, generator=rng).to(torch.float8_e4m3fn)
+    name = "layers.0.ffn.shared_experts.w1"
+    tensors[f"{name}.weight"] = codes
+    tensors[f"{name}.scale"] = torch.tensor([[0.25], [8.0]]).to(torch.float8_e8m0fnu)
+    save_file(tensors, path / "model.safetensors")
+    convert(path, tmp_path / "b", Options("bf16"), jobs=1)
+    after = load_file(tmp_path / "b" / "model.safetensors")
+    wanted = codes.float() * torch.tensor([0.25, 8.0]).repeat_interleave(128)[:, None]
+    assert torch.equal(after[f"{name}.weight"].float(), wanted.to(torch.bfloat16).float())
+    assert f"{name}.scale" not in after

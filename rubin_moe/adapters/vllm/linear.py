@@ -33,7 +33,7 @@ class DecodingLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
         super().__init__()
         self._dialect, self._name = dialect, name
         self._leaves = leaves - {"bias"}
-        self._needed = needed_leaves(dialect, leaves)
+        self._needed = needed_leaves(dialect, leaves, name)
         self._held: dict[Any, dict[str, Tensor]] = {}
 
     def create_weights(
