@@ -9,8 +9,10 @@ Fragments (PTX ISA, "register fragments for wgmma.m64nNk..."): warp w of the gro
 16 w .. 16 w + 15 of D and A exactly as ``mma.sync`` does (``mma_sync.c_fragment``,
 ``mma_sync.a_fragment``). K is 16 for 16-bit types, 8 for tf32, 32 for 8-bit types.
 
-Arithmetic: exact products, summed with D in float64 and rounded once. Hardware accumulates FP8
-products with fewer bits than float32 has; the comparison with silicon states the tolerance.
+Arithmetic: as an H200 does it, to the bit (`fragment_kernels.aligned_sums`). Of the products of one
+instruction and D, all below 2^-25 of the largest's power of two is dropped (2^-13 with FP8); the
+sum is truncated to float32 (with FP8 to 13 bits of fraction) or rounded to float16. Integers are
+exact.
 """
 
 from __future__ import annotations
@@ -60,6 +62,11 @@ class Wgmma:
     def registers(self) -> int:
         """Accumulator registers of each thread."""
         return self.n // 4 if self.d == "f16" else self.n // 2
+
+    @property
+    def alignment(self) -> int:
+        """Bits below the largest exponent that take part in a sum."""
+        return 13 if self.a.bits == 8 else 25
 
     def tile(self, side: str) -> tuple[int, ChunkTable]:
         """Where the chunks of ``"a"`` or ``"b"`` lie in shared memory."""
@@ -165,19 +172,30 @@ def multiply(
         left = np.empty((64, op.k))
         for w in range(4):
             kernels.decode_fragment(a[w], op.a.bits, value_table(op.a), 16 * w, left)
-    product = product_of(left, right)
-    sign = -1.0 if op.negate else 1.0
-    for w in range(4):
-        if op.d == "f32":
-            # without D a sum of negative zeros is +0 (seen on an H200)
-            kernels.accumulate_f32(product, 16 * w, sign, op.scale_d, d[w])
-        else:
-            _accumulate(op, sign * product[16 * w : 16 * w + 16], d[w])
-
-
-def _accumulate(op: Wgmma, total: NDArray[np.float64], d: NDArray[np.uint32]) -> None:
-    """Add 16 rows to an accumulator of another form than float32."""
+    if op.negate:
+        left = -left
     index = mma_sync.c_fragment(op.n, 16 if op.d == "f16" else 32)
+    total = _accumulators(op, d, index)
     with np.errstate(invalid="ignore", over="ignore"):
-        held = mma_sync.read_accumulator(d, index, (16, op.n), op.d) if op.scale_d else 0.0
-        d[:] = mma_sync.write_accumulator(total + held, index, op.d, op.saturate)
+        if op.d == "s32" or not kernels.aligned_sums(left, right, op.alignment, total):
+            total += product_of(left, right)
+        for w in range(4):
+            if op.d == "f32":
+                kernels.write_f32(total, 16 * w, min(op.alignment, 23), d[w])
+            else:
+                rows = total[16 * w : 16 * w + 16]
+                d[w][:] = mma_sync.write_accumulator(rows, index, op.d, op.saturate)
+
+
+def _accumulators(
+    op: Wgmma, d: Sequence[NDArray[np.uint32]], index: NDArray[np.int32]
+) -> NDArray[np.float64]:
+    """D before the instruction, float64 [64, N]."""
+    total = np.zeros((64, op.n))
+    for w in range(4 if op.scale_d else 0):
+        if op.d == "f32":
+            kernels.read_f32(d[w], 16 * w, total)
+        else:
+            held = mma_sync.read_accumulator(d[w], index, (16, op.n), op.d)
+            total[16 * w : 16 * w + 16] = held
+    return total
