@@ -127,12 +127,13 @@ class Fp8Prefill(Prefill):
             at[name] = nbytes
             nbytes += -(-size // AREA_ALIGN) * AREA_ALIGN
         work = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-        counts, passes, pairs, tokens, h, y, x8, x_scale, h8, h_scale = (
+        counts, passes, pairs, tokens, h, y, _, x8, x_scale, h8, h_scale = (
             At(work, byte) for byte in at.values()
         )
         counter = At(self._counters(x.device), 4 * SORT_COUNTER)
         k, launch = self.kernels, self._launch
-        launch(k.sort, blocks, [ids, expert_map, x, counts, passes, pairs, tokens, counter, m])
+        tables = [counts, passes, pairs, tokens, counter, None, m, 0]
+        launch(k.sort, blocks, [ids, expert_map, x, *tables])
         launch(k.tokens, self._row_blocks(m), [tokens, passes, x8, x_scale, m])
         launch(k.fc1, blocks, [w.w13, w.alpha13, w.bias13, x8, x_scale, passes, pairs, weights, h])
         launch(k.rows, self._row_blocks(ids.numel()), [h, passes, h8, h_scale, 0])

@@ -54,6 +54,7 @@ class Fp8Tiles(PrefillTiles):
     pass_tokens: int = 128
     stages13: int = 5
     stages2: int = 5
+    step: int = 16
     promote: int = 8
 
 
@@ -110,16 +111,17 @@ class Fp8Plan(PrefillPlan):
         return self._with_tables(super().offsets2)
 
     def _with_tables(self, offsets: dict[str, int]) -> dict[str, int]:
-        """And E4M3's table, and for each of FC1's warpgroups the scales of two passes' tokens."""
+        """And E4M3's table."""
         table = offsets["end"]
-        scales = table + TABLE_BYTES
-        end = scales + 2 * self.tiles.groups * 4 * self.tiles.pass_tokens
-        return {**offsets, "table": table, "scales": scales, "end": -(-end // ALIGN) * ALIGN}
+        return {**offsets, "table": table, "end": table + TABLE_BYTES}
 
 
 def check_fp8(plan: Fp8Plan) -> Fp8Plan:
     """The plan, if it can be built. Raises PlanError."""
     check_prefill(plan)
-    if plan.tiles.promote < 0:
-        raise PlanError(f"{plan}: promote {plan.tiles.promote}, 0 or more stages")
+    t = plan.tiles
+    if t.promote < 0:
+        raise PlanError(f"{plan}: promote {t.promote}, 0 or more stages")
+    if t.blocks13 != 1 or t.blocks2 != 1 or t.slots:
+        raise PlanError(f"{plan}: stages of 128 of K, and the sum in a launch of its own")
     return plan

@@ -14,7 +14,8 @@ from rubin_moe.kernels.cute import async_copy, fp8, ptx
 from rubin_moe.kernels.sm90.activate import activate
 from rubin_moe.kernels.sm90.fp8_plan import ENTRY, Fp8Plan, table_words
 from rubin_moe.kernels.sm90.fp8_wgmma import decode_word, fold, start_fp8, unfold
-from rubin_moe.kernels.sm90.prefill import GATHERERS, PrefillGemm
+from rubin_moe.kernels.sm90.prefill import AT_ONCE, GATHERERS, GROUP_BARRIER, PrefillGemm
+from rubin_moe.kernels.sm90.prefill_plan import MMA_ROWS, UNIT_BYTES
 from rubin_moe.kernels.sm90.prefill_wgmma import wait
 
 HALF_STAGE = 544  # bytes of a tile's weights over 64 of K
@@ -25,7 +26,7 @@ class Fp8Gemm(PrefillGemm):
 
     def __init__(self, plan: Fp8Plan, fc1: bool, activation: Activation, bias: bool):
         super().__init__(plan, fc1, activation, bias)
-        self.k_blocks = plan.sizes.chunks13 if fc1 else plan.sizes.chunks2  # stages
+        self.k_blocks = self.chunks = plan.sizes.chunks13 if fc1 else plan.sizes.chunks2
         self.exponent = plan.half_exponent(self.k_blocks)
         self.promote = plan.tiles.promote if plan.tiles.promote < self.k_blocks else 0
 
@@ -86,14 +87,14 @@ class Fp8Gemm(PrefillGemm):
             producer = thread - 32 * plan.consumers
             async_copy.set_registers(plan.registers[1], more=False)
             if warp == plan.consumers + GATHERERS:
-                self.load_weights(smem, lane, w, tokens, passes, number)
+                self.load_weights(smem, w, alpha, tokens, passes, number)
             elif cutlass.const_expr(self.fc1):
-                self.gather(smem, producer, tokens, passes, pairs, number)
+                self.gather_rows(smem, producer, tokens, scales, passes, pairs, number)
             else:
                 self.note_rows(smem, producer, passes, pairs, (weights, scales), number)
         else:
             async_copy.set_registers(plan.registers[0], more=True)
-            self.consume_rows(smem, warp, lane, (alpha, bias), passes, (pairs, scales), out, number)
+            self.consume_rows(smem, warp, lane, (alpha, bias), out, number)
 
     @cute.jit
     def clear_weights(self, smem, thread):
@@ -105,6 +106,56 @@ class Fp8Gemm(PrefillGemm):
                 ptx.store_shared_v4_f32(smem + self.at["weights"] + at, zeros)
                 at += 16 * self.plan.threads
 
+    def store_alphas(self, to, alpha, expert):
+        """They are the rows' own."""
+
+    @cute.jit
+    def gather_rows(self, smem, thread, tokens, scales, passes, pairs, number):
+        """As `PrefillGemm.gather`, and notes the tokens' scales, zeros behind them."""
+        plan = self.plan
+        turns = -(-plan.tiles.pass_tokens // AT_ONCE)
+        unit, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        stage, parity = Int32(0), Int32(1)
+        half, noted = Int32(0), Int32(1)
+        place = thread >> 3
+        chunk = thread & 7
+        lines = cute.make_rmem_tensor((turns,), Int32)
+        while unit < number * self.units:
+            record, _, _ = self.place(unit, passes, number)
+            first = ptx.load_s32(record + 4)
+            count = ptx.load_s32(record + 8)
+            to = smem + self.at["notes"] + half * plan.note_bytes
+            ptx.mbarrier_wait(smem + self.at["read"] + 8 * half, noted)
+            for i in cutlass.range_constexpr(turns):
+                lines[i] = Int32(0)
+                scale = Int32(0)
+                if place + i * AT_ONCE < count:
+                    pair = ptx.load_s32(pairs + Int64(first + place + i * AT_ONCE) * 4)
+                    token = pair // plan.sizes.top_k
+                    lines[i] = token * self.k_blocks
+                    scale = ptx.load_s32(scales + Int64(token) * 4)
+                if (chunk == 0) & (place + i * AT_ONCE < plan.tiles.pass_tokens):
+                    ptx.store_shared_b32(to + 4 * (place + i * AT_ONCE), scale)
+            ptx.mbarrier_arrive(smem + self.at["noted"] + 8 * half)
+            noted = noted ^ half
+            half = half ^ 1
+            source = tokens + Int64(chunk * 16)
+            k = Int32(0)
+            while k < self.chunks:
+                self.claim(smem, stage, parity)
+                to = smem + self.at["tokens"] + stage * plan.token_bytes + place * 128
+                for i in cutlass.range_constexpr(turns):
+                    if place + i * AT_ONCE < count:
+                        swizzled = (chunk ^ ((place + i * AT_ONCE) & 7)) << 4
+                        line = source + Int64(lines[i]) * 128
+                        async_copy.copy_16(to + i * AT_ONCE * 128 + swizzled, line)
+                async_copy.arrive_after_copies(smem + self.at["full"] + 8 * stage)
+                source += Int64(128)
+                stage, parity = self.next(stage, parity)
+                k += 1
+            unit += grid
+
     @cute.jit
     def note_rows(self, smem, thread, passes, pairs, factors, number):
         """As `PrefillGemm.note`, and the weights times the rows' scales."""
@@ -114,11 +165,13 @@ class Fp8Gemm(PrefillGemm):
         grid, _, _ = cute.arch.grid_dim()
         half, parity = Int32(0), Int32(1)
         while unit < number * self.units:
-            _, _, first, count, _ = self.unit(unit, passes, number)
+            record, _, _ = self.place(unit, passes, number)
+            first = ptx.load_s32(record + 4)
+            count = ptx.load_s32(record + 8)
             to = smem + self.at["notes"] + half * self.plan.note_bytes
             ptx.mbarrier_wait(smem + self.at["read"] + 8 * half, parity)
-            for i in cutlass.range_constexpr(-(-t // (32 * GATHERERS))):
-                place = thread + 32 * GATHERERS * i
+            for i in cutlass.range_constexpr(-(-t // self.noters)):
+                place = thread + self.noters * i
                 pair = Int32(0)
                 weight = Float32(0.0)
                 scale = Float32(0.0)
@@ -138,77 +191,72 @@ class Fp8Gemm(PrefillGemm):
     # ---- consumers
 
     @cute.jit
-    def consume_rows(self, smem, warp, lane, rows, passes, tokens, out, number):
-        """As `PrefillGemm.consume`; ``rows``: alpha and bias, ``tokens``: pairs and scales."""
+    def consume_rows(self, smem, warp, lane, rows, out, number):
+        """As `PrefillGemm.consume`; ``rows``: alpha and bias."""
         plan = self.plan
         unit, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         stage, parity = Int32(0), Int32(0)
         half, noted = Int32(0), Int32(0)
+        sums = self.registers()
         group = warp >> 2
-        behind = group * min(plan.tiles.lag, (self.k_blocks - 1) // max(1, plan.tiles.groups - 1))
+        behind = group * min(plan.tiles.lag, (self.chunks - 1) // max(1, plan.tiles.groups - 1))
         if (behind > 0) & (unit < number * self.units):
             ptx.mbarrier_wait(smem + self.at["full"] + 8 * behind, Int32(0))
         while unit < number * self.units:
-            index, expert, first, count, row = self.unit(unit, passes, number)
+            self.await_stage(smem, stage, parity)
+            known = smem + self.at["units"] + stage * UNIT_BYTES
+            index, row, expert, count = async_copy.load_shared_v4_s32(known)
             tile = row * plan.unit_tiles + 8 * group  # the first of this warpgroup's eight
             where = (index, expert, count, tile)
+            note = (half, noted)
             if tile < self.tiles:
-                if cutlass.const_expr(self.fc1):
-                    table = self.scales_at(smem, group, half)
-                    self.fetch_scales(table, 32 * (warp & 3) + lane, first, count, tokens)
-                acc, stage, parity = self.multiply(smem, warp, lane, stage, parity)
-                if cutlass.const_expr(self.fc1):
-                    self.finish1(smem, warp, lane, acc, where, half, rows, out)
-                else:
-                    self.finish2(smem, warp, lane, acc, where, half, noted, rows, out)
+                for i in cutlass.range_constexpr(len(plan.widths)):
+                    n = plan.widths[i]
+                    least = plan.widths[i + 1] if i + 1 < len(plan.widths) else 0
+                    if (count > least) & (count <= n):
+                        acc, stage, parity = self.products(smem, warp, lane, stage, parity, n, sums)
+                        finish = self.finish_fc1 if self.fc1 else self.finish_fc2
+                        finish(smem, warp, lane, acc, n, where, note, rows, out)
             else:
                 stage, parity = self.skip(smem, lane, stage, parity)
-            if cutlass.const_expr(not self.fc1):
-                ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
-                noted = noted ^ half
+            ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
+            noted = noted ^ half
             half = half ^ 1
             unit += grid
         async_copy.bulk_wait()
 
-    def scales_at(self, smem, group, half):
-        return smem + self.at["scales"] + (2 * group + half) * 4 * self.plan.tiles.pass_tokens
-
-    @cute.jit
-    def fetch_scales(self, table, thread, first, count, tokens):
-        """Of a pass's tokens, zeros behind them; read behind a barrier of the warpgroup."""
-        t = self.plan.tiles.pass_tokens
-        pairs, scales = tokens
-        for i in cutlass.range_constexpr(-(-t // 128)):
-            place = thread + 128 * i
-            scale = Float32(0.0)
-            if place < count:
-                pair = ptx.load_s32(pairs + Int64(first + place) * 4)
-                scale = ptx.load_f32(scales + Int64(pair // self.plan.sizes.top_k) * 4)
-            if place < t:
-                ptx.store_shared_b32(table + 4 * place, ptx.as_u32(scale))
+    def registers(self):
+        """Accumulators, A and weights on their way to it: the same for all widths, else the MMAs of
+        one would wait for each other."""
+        most = self.plan.tiles.pass_tokens // 2
+        acc = [cute.make_rmem_tensor((most,), Float32) for _ in range(2)]
+        a = [cute.make_rmem_tensor((8,), Uint32) for _ in range(2)]
+        words = cute.make_rmem_tensor((8,), Uint32)
+        for m in range(2):
+            acc[m].fill(0.0)
+            a[m].fill(0)
+        words.fill(0)
+        return acc, a, words
 
     # ---- products
 
     @cute.jit
-    def multiply(self, smem, warp, lane, stage, parity):
+    def products(self, smem, warp, lane, stage, parity, n: cutlass.Constexpr, sums):
         """Two row tiles of 64 x the pass's tokens: the MMAs of one and the look-ups of the other
         at a time."""
         plan = self.plan
-        acc = [cute.make_rmem_tensor((self.values,), Float32) for _ in range(2)]
-        totals = [cute.make_rmem_tensor((self.values // 2,), Uint32) for _ in range(2)]
+        acc, a, words = sums
+        totals = [cute.make_rmem_tensor((n // 4,), Uint32) for _ in range(2)]
         if cutlass.const_expr(self.promote > 0):
             for m in cutlass.range_constexpr(2):
                 totals[m].fill(0)
-        a = [cute.make_rmem_tensor((8,), Uint32) for _ in range(2)]
-        words = cute.make_rmem_tensor((8,), Uint32)
         nbytes = plan.sizes.block_bytes
         mine = (8 * (warp >> 2) + (warp & 3)) * nbytes
         table = smem + self.at["table"]
-        self.await_stage(smem, stage, parity)
         block = smem + self.at["weights"] + stage * plan.weight_bytes + mine
         self.fetch_fp8(block, table, lane, words)
         before = Int32(stage)
@@ -223,9 +271,7 @@ class Fp8Gemm(PrefillGemm):
                     if cutlass.const_expr(b + m < 2):
                         there = HALF_STAGE * b + 4 * nbytes if m == 0 else HALF_STAGE
                         self.fetch_fp8(block + there, table, lane, words)
-                    start_fp8(
-                        plan.tiles.pass_tokens, acc[m], a[m], rows + 64 * b, 1 if b else fresh
-                    )
+                    start_fp8(n, acc[m], a[m], rows + 64 * b, 1 if b else fresh)
                     if cutlass.const_expr(b + m < 2):
                         wait(1)  # for the other tile's block before
                     if cutlass.const_expr(b + m == 0):  # noqa: SIM102  decided when compiling
@@ -246,22 +292,22 @@ class Fp8Gemm(PrefillGemm):
                     left = Int32(self.promote)
                     if k < self.k_blocks:
                         fresh = Int32(0)
-                        self.promote_sums(acc, totals)
+                        self.promote_sums(acc, totals, n)
         wait(0)
         self.leave(smem, lane, before)
         if cutlass.const_expr(self.promote > 0):
             for m in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(self.values // 2):
+                for i in cutlass.range_constexpr(n // 4):
                     both = unfold(totals[m][i], [acc[m][2 * i], acc[m][2 * i + 1]], self.exponent)
                     acc[m][2 * i] = both[0]
                     acc[m][2 * i + 1] = both[1]
         return acc, stage, parity
 
     @cute.jit
-    def promote_sums(self, acc, totals):
+    def promote_sums(self, acc, totals, n: cutlass.Constexpr):
         wait(0)
         for m in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(self.values // 2):
+            for i in cutlass.range_constexpr(n // 4):
                 totals[m][i] = fold(totals[m][i], [acc[m][2 * i], acc[m][2 * i + 1]], self.exponent)
 
     @cute.jit
@@ -293,9 +339,12 @@ class Fp8Gemm(PrefillGemm):
         return ptx.load_f32(at), ptx.load_f32(at + 32)
 
     @cute.jit
-    def finish1(self, smem, warp, lane, acc, where, half, rows, out):
+    def finish_fc1(
+        self, smem, warp, lane, acc, width: cutlass.Constexpr, where, note, rows, out
+    ):  # fmt: skip
         """As `PrefillGemm.finish1`, with a factor of each row and token."""
         index, expert, count, tile = where
+        half, noted = note
         alpha, bias = rows
         plan = self.plan
         sizes = plan.sizes
@@ -305,7 +354,8 @@ class Fp8Gemm(PrefillGemm):
         place = 2 * (lane & 3) + odd
         staging = smem + self.at["staging"] + (warp >> 2) * plan.token_bytes
         row = staging + place * 128
-        column = self.scales_at(smem, warp >> 2, half) + 8 * (lane & 3)
+        column = smem + self.at["notes"] + half * plan.note_bytes + 8 * (lane & 3)
+        ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
         target = out + Int64(index) * (sizes.k_blocks2 * plan.token_bytes)
         selector = Int32(0x5410)
         if odd == 1:
@@ -316,7 +366,7 @@ class Fp8Gemm(PrefillGemm):
             alphas = [self.alphas(alpha, expert, t, g) for t in tiles]
             self.free_staging(warp, lane)
             at = row + (((4 * (quarter & 1) + (g >> 1)) ^ place) << 4) + 4 * (quarter >> 1)
-            for n in cutlass.range_constexpr(self.values // 4):
+            for n in cutlass.range_constexpr(width // 8):
                 scale = async_copy.load_shared_v2_f32(column + 32 * n)
                 for m in cutlass.range_constexpr(2):
                     gate = self.real(acc[m], 4 * n, alphas[m][0], scale, biases[m][0])
@@ -331,7 +381,7 @@ class Fp8Gemm(PrefillGemm):
                     biases = self.biases1(bias, expert * self.tiles + this, g)
                     alphas = self.alphas(alpha, expert, this, g)
                     self.free_staging(warp, lane)
-                    for n in cutlass.range_constexpr(self.values // 4):
+                    for n in cutlass.range_constexpr(width // 8):
                         scale = async_copy.load_shared_v2_f32(column + 32 * n)
                         for h in cutlass.range_constexpr(2):
                             x = self.real(acc[m], 4 * n + 2 * h, alphas[h], scale, biases[h])
@@ -345,9 +395,12 @@ class Fp8Gemm(PrefillGemm):
         return [acc[i + j] * (alpha * scale[j]) + bias for j in range(2)]
 
     @cute.jit
-    def finish2(self, smem, warp, lane, acc, where, half, noted, rows, out):
+    def finish_fc2(
+        self, smem, warp, lane, acc, width: cutlass.Constexpr, where, note, rows, out
+    ):  # fmt: skip
         """As `PrefillGemm.finish2`, with a factor of each row and token."""
         _, expert, count, tile = where
+        half, noted = note
         alpha, bias = rows
         plan = self.plan
         sizes = plan.sizes
@@ -369,28 +422,22 @@ class Fp8Gemm(PrefillGemm):
                 if cutlass.const_expr(self.bias):
                     biases = [ptx.load_f32(bias + at), ptx.load_f32(bias + at + 32)]
             self.group_barrier(group)
-            self.stage2_fp8(lane, quarter, acc[m], biases, alphas, table, staging)
+            self.stage2_fp8(lane, quarter, acc[m], width, biases, alphas, table, staging)
             self.group_barrier(group)
-            place = Int32(thread >> 3)
             if feature + chunk * 8 < sizes.hidden:
-                while place < count:
-                    v = ptx.load_shared_v4(staging + place * 128 + ((chunk ^ (place & 7)) << 4))
-                    pair = ptx.load_shared_s32(table + 4 * place)
-                    to = Int64(pair) * sizes.hidden + Int64(feature + chunk * 8)
-                    ptx.store_v4_b32(out + to * 2, v)
-                    place += 16
+                self.store_rows(thread, count, width, table, staging, out, feature + chunk * 8)
 
     def group_barrier(self, group):
-        ptx.barrier_sync_at(1 + group, 128)
+        ptx.barrier_sync_at(GROUP_BARRIER + group, 2 * MMA_ROWS)
 
-    def stage2_fp8(self, lane, quarter, acc, biases, alphas, table, staging):
+    def stage2_fp8(self, lane, quarter, acc, width, biases, alphas, table, staging):
         """One row tile, transposed: tokens' rows of 64 features, 128-byte swizzled."""
         kind, t = self.plan.sizes.kind, self.plan.tiles.pass_tokens
         column = table + 4 * t + 8 * (lane & 3)
         matrix = lane >> 3
         chunk = 2 * quarter + (matrix & 1)
         to = staging + (8 * (matrix >> 1) + (lane & 7)) * 128 + ((chunk ^ (lane & 7)) << 4)
-        eights = self.values // 4
+        eights = width // 8
         for n in range(0, eights, 2):
             registers = []
             for j in range(n, min(n + 2, eights)):

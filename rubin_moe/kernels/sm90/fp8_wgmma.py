@@ -17,9 +17,9 @@ DEPTH = 2  # MMAs of 32 in a block of 64
 def start_fp8(n: int, acc, a, tokens, accumulate):
     """Starts acc (+)= A B over 64 of K, one group.
 
-    ``acc``: register tensor, ``n / 2`` floats; ``a``: A's 8 registers, four an MMA; ``tokens``:
-    address of 64 of the 128 bytes of the first of ``n`` rows in shared memory, 128-byte swizzled;
-    ``accumulate``: 0 where acc has nothing yet.
+    ``acc``: register tensor, its first ``n / 2`` floats; ``a``: A's 8 registers, four an MMA;
+    ``tokens``: address of 64 of the 128 bytes of the first of ``n`` rows in shared memory, 128-byte
+    swizzled; ``accumulate``: 0 where acc has nothing yet.
     """
     number = n // 2
     at = 2 * number + 4 * DEPTH
