@@ -119,7 +119,7 @@ class WideMoe:
         first2 = Int32(Int64(all2) * block // grid)
         last2 = Int32(Int64(all2) * (block + 1) // grid)
         if warp == plan.consumers:
-            self.load_weights(smem, lane, w13, w2, first1, last1, first2, last2)
+            self.load_weights(smem, w13, w2, first1, last1, first2, last2)
         elif warp == plan.consumers + 1:
             ptx.barrier_sync(READY_BARRIER, 32 * (plan.consumers + 1))
             if lane == 0:
@@ -211,8 +211,8 @@ class WideMoe:
         return stage
 
     @cute.jit
-    def load_weights(self, smem, lane, w13, w2, first1, last1, first2, last2):
-        """A lane a tile."""
+    def load_weights(self, smem, w13, w2, first1, last1, first2, last2):
+        """Of each unit, stage by stage."""
         plan = self.plan
         sizes = plan.sizes
         fill = Int32(0)
@@ -221,9 +221,11 @@ class WideMoe:
             index = unit // plan.units13
             row = (unit - index * plan.units13) * plan.consumers
             expert = self.expert(smem, index)
-            source = w13 + self.block_of(expert, sizes.tiles13, row + lane, sizes.k_blocks13)
+            source = w13 + self.block_of(expert, sizes.tiles13, row, sizes.k_blocks13)
             left = sizes.tiles13 - row
-            fill = self.load_tiles(smem, lane, source, left, fill, sizes.k_blocks13, plan.blocks13)
+            fill = self.load_tiles(
+                smem, source, left, fill, sizes.k_blocks13, sizes.k_blocks13, plan.blocks13
+            )
             unit += 1
         unit = Int32(first2)
         while unit < last2:
@@ -231,11 +233,12 @@ class WideMoe:
             row = (unit - index * plan.units2) * plan.consumers
             number = index // sizes.slabs
             expert = self.expert(smem, number)
-            source = w2 + self.block_of(expert, sizes.tiles2, row + lane, sizes.k_blocks2)
+            source = w2 + self.block_of(expert, sizes.tiles2, row, sizes.k_blocks2)
             part = (index - number * sizes.slabs) * (sizes.slab_blocks * sizes.block_bytes)
             left = sizes.tiles2 - row
+            source += Int64(part)
             fill = self.load_tiles(
-                smem, lane, source + Int64(part), left, fill, sizes.slab_blocks, plan.blocks2
+                smem, source, left, fill, sizes.k_blocks2, sizes.slab_blocks, plan.blocks2
             )
             unit += 1
 
@@ -248,22 +251,29 @@ class WideMoe:
 
     @cute.jit
     def load_tiles(
-        self, smem, lane, source, left, fill, k_blocks: cutlass.Constexpr, blocks: cutlass.Constexpr
-    ):
-        """The weights of a unit, ``left`` tiles of which are there."""
+        self, smem, source, left, fill, row_blocks: cutlass.Constexpr, k_blocks: cutlass.Constexpr,
+        blocks: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The weights of a unit, ``left`` tiles of which are there, rows of ``row_blocks`` apart.
+
+        One lane issues all copies: of several lanes each would be a turn of a loop.
+        """
         plan = self.plan
         nbytes = blocks * plan.sizes.block_bytes
+        pitch = row_blocks * plan.sizes.block_bytes
         tiles = left if left < plan.consumers else Int32(plan.consumers)
         chunk = Int32(0)
         while chunk < k_blocks // blocks:
             stage = self.claim(smem, fill)
             bar = smem + plan.offsets["full"] + 8 * stage
-            if lane == 0:
+            to = smem + plan.offsets["weights"] + stage * plan.stage_weights
+            with cute.arch.elect_one():
                 ptx.mbarrier_arrive_expect_tx(bar, tiles * nbytes)
-            cute.arch.sync_warp()
-            if lane < tiles:
-                to = smem + plan.offsets["weights"] + stage * plan.stage_weights
-                ptx.bulk_load(to + lane * plan.warp_weights, source, nbytes, bar)
+                for i in cutlass.range_constexpr(plan.consumers):
+                    if i < tiles:
+                        ptx.bulk_load(
+                            to + i * plan.warp_weights, source + Int64(i * pitch), nbytes, bar
+                        )
             source += Int64(nbytes)
             fill += 1
             chunk += 1
