@@ -34,10 +34,10 @@ class Finished:
 
 
 class Journal:
-    """The journal of one work folder.
+    """The journal of one work folder. What another conversion began and did not finish is removed.
 
     Raises:
-        ConvertError: it belongs to another conversion.
+        ConvertError: another conversion finished files there.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -45,10 +45,13 @@ class Journal:
         self.finished: dict[str, Finished] = {}
         lines = self._lines()
         if lines and lines[0].get("fingerprint") != fingerprint:
-            raise ConvertError(
-                f"{folder.name}: holds another conversion (other options, version or source); "
-                "finish that one or remove the folder"
-            )
+            if len(lines) > 1:
+                raise ConvertError(
+                    f"{folder.name}: holds finished files of another conversion (other options, "
+                    "version or source); finish that one or remove the folder"
+                )
+            for begun in (folder / FILES).iterdir():
+                begun.unlink()
         for line in lines[1:]:
             pieces = tuple((int(a), int(b), int(c)) for a, b, c in line["pieces"])
             done = Finished(line["name"], line["size"], pieces, Tally.read(line["tally"]))

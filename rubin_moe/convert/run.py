@@ -167,7 +167,7 @@ def _work_folder(source: Path, out: Path) -> Path:
 
 @contextmanager
 def _held(partial: Path) -> Iterator[None]:
-    """Makes the work folder; one conversion in it at a time."""
+    """Makes the work folder, for one conversion at a time; removes it if nothing came of it."""
     try:
         (partial / FILES).mkdir(parents=True, exist_ok=True)
         handle = (partial / _LOCK).open("w")
@@ -184,6 +184,9 @@ def _held(partial: Path) -> Iterator[None]:
             yield
         except OSError as e:
             raise ConvertError(f"{partial.name}: cannot be written: {e.strerror}") from e
+        finally:
+            if partial.exists() and not any((partial / FILES).iterdir()):
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _locked(fd: int) -> bool:

@@ -87,8 +87,16 @@ def test_another_conversion_in_the_work_folder_is_not_mixed_in(source, tmp_path,
     with pytest.raises(ZeroDivisionError):
         convert(source, tmp_path / "b", Options("nvfp4-ue5m3"), jobs=1)
     monkeypatch.undo()
-    with pytest.raises(ConvertError, match="holds another conversion"):
+    with pytest.raises(ConvertError, match="finished files of another conversion"):
         convert(source, tmp_path / "b", Options("nvfp4-ue4m3"), jobs=1)
+
+
+def test_what_another_conversion_only_began_is_no_obstacle_and_not_in_the_output(source, tmp_path):
+    assert cut_short(source, tmp_path / "b", OPTIONS, 5_000).startswith("ConvertError")
+    assert list((tmp_path / "b.partial" / "files").iterdir())
+    convert(source, tmp_path / "b", Options("nvfp4-ue5m3"), jobs=1)
+    convert(source, tmp_path / "whole", Options("nvfp4-ue5m3"), jobs=1)
+    assert digest(tmp_path / "b") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("limit", [0, 5_000, 15_000])
@@ -107,7 +115,7 @@ def test_too_little_room_is_told_before_anything_is_written(source, tmp_path, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ConvertError, match="1,000 free; nothing was written"):
         convert(source, tmp_path / "b", Options("nvfp4-ue4m3"), jobs=1)
-    assert not (tmp_path / "b").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_read_error_names_the_tensor(source, tmp_path, monkeypatch):
