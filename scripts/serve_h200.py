@@ -106,6 +106,22 @@ def measure(llm: Any) -> dict[str, float]:
     return found | {"prefill_tokens_per_second": prefill_tokens_per_second(llm)}
 
 
+def step_of(llm: Any) -> dict[str, Any]:
+    """What the GPU does in one step of decoding one request: kernels, their microseconds, and those
+    that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        generate(llm, prompts(1), LONG)
+    rows = [(e.self_device_time_total / LONG, e.count / LONG, e.key) for e in found.key_averages()]
+    rows = sorted((row for row in rows if row[0] > 0), reverse=True)
+    return {
+        "kernels": round(sum(count for _, count, _ in rows), 1),
+        "busy_us": round(sum(us for us, _, _ in rows), 1),
+        "longest": {f"{count:.1f} x {name[:70]}": round(us, 1) for us, count, name in rows[:12]},
+    }
+
+
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.02)
@@ -131,6 +147,9 @@ def worker(model: str, impl: str, folder: Path) -> None:
         medians = {k: round(statistics.median(r[k] for r in rounds), 1) for k in rounds[0]}
         Path(f"{stem}.json").write_text(json.dumps(row | medians | {"rounds": len(rounds)}))
         Path(f"{stem}.done{number}").touch()
+    wait_for(Path(f"{stem}.go{ROUNDS}"))
+    Path(f"{stem}.step.json").write_text(json.dumps(step_of(llm)))
+    Path(f"{stem}.done{ROUNDS}").touch()
 
 
 @app.command()
@@ -166,31 +185,33 @@ def run_all(
     report: Path = ROOT / "docs" / "results" / "h200_serve.json",
     models: str = ",".join(MODELS),
     ready_s: float = 200,
+    total_s: float = 600,
 ) -> None:
-    """Checkpoints, engines, tokens, times, comparison, report."""
+    """Checkpoints, engines, tokens, times, comparison, report; what is not compared in time is not
+    in the report."""
     from h200_models import make
 
+    start = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     names = models.split(",")
     for name in names:
         if name != "kjv" and not (folder / name / "config.json").exists():
             make(name, folder / name)
             print("made", name, flush=True)
-    begin = time.monotonic()
     engines = {f"{m}.{i}": _start(folder, "worker", m, i) for m in names for i in (OURS, PEER)}
     references = {f"{m}.reference": _start(folder, "reference", m) for m in names}
     everything = _ready(folder, engines | references, ready_s)
-    print(f"{time.monotonic() - begin:.0f} s: loaded", *everything, flush=True)
-    for number in range(ROUNDS):
+    print(f"{time.monotonic() - start:.0f} s: loaded", *everything, flush=True)
+    for number in range(ROUNDS + 1):  # the last for what a step does
         for name in (n for n in engines if n in everything):
             (folder / f"{name}.go{number}").touch()
             _until(folder / f"{name}.done{number}", everything[name], 60)
-        print(f"{time.monotonic() - begin:.0f} s: round {number}", flush=True)
+        print(f"{time.monotonic() - start:.0f} s: round {number}", flush=True)
     for name in references:  # not beside what is timed
         (folder / f"{name}.go").touch()
     for process in everything.values():
-        _wait(process, 200)
-    print(f"{time.monotonic() - begin:.0f} s: compared", flush=True)
+        _wait(process, max(1.0, total_s - (time.monotonic() - start)))
+    print(f"{time.monotonic() - start:.0f} s: compared", flush=True)
     rows = [_row(folder, name) for name in engines if (folder / f"{name}.json").exists()]
     for row in rows:
         print(row)
@@ -199,6 +220,7 @@ def run_all(
         f"greedy decoding with CUDA graphs; tokens a second of 1, 8 and 64 requests at once, "
         f"{LONG - SHORT} tokens each, and of prefill, {LONG_PROMPTS} prompts of {LONG_PROMPT} "
         f"tokens, {STEP} a step; medians of {ROUNDS} rounds, each of all engines in turn; "
+        f"step: of one request, what the GPU does for a token; "
         f"compared: {CHECKED} tokens after 8 prompts, with the CPU backend in float32 on the same "
         f"tokens, in standard deviations of a position's logits"
     )
@@ -251,6 +273,8 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
 def _row(folder: Path, name: str) -> dict[str, Any]:
     row: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     del row["tokens"]
+    step = folder / f"{name}.step.json"
+    row["step"] = json.loads(step.read_text()) if step.exists() else None
     path = folder / f"{row['model']}.gaps.json"
     found = json.loads(path.read_text()).get(row["impl"], []) if path.exists() else []
     row["compared_tokens"] = len(found)
