@@ -13,6 +13,8 @@ from pathlib import Path
 
 from rubin_moe.kernels.launch import CompiledKernel
 
+PRODUCTS = ("HGMMA", "QGMMA")  # wgmma on 16 and on 8 bits
+
 
 def disassembler() -> str | None:
     """nvdisasm of a toolkit, or Triton's."""
@@ -42,7 +44,7 @@ class Instruction:
     def written(self) -> set[int]:
         """Registers; none for what stores or is no ordinary instruction."""
         at = register(self.operands[0]) if self.operands else None
-        if at is None or self.opcode.startswith(("ST", "SYNCS", "RED", "HGMMA")):
+        if at is None or self.opcode.startswith(("ST", "SYNCS", "RED", *PRODUCTS)):
             return set()
         return set(range(at, at + self.registers))
 
@@ -73,7 +75,7 @@ def _parsed(text: str) -> Iterator[Instruction]:
 
 @dataclass(frozen=True)
 class Product:
-    """Registers of one HGMMA."""
+    """Registers of one wgmma."""
 
     a: set[int]
     acc: set[int]
@@ -88,13 +90,13 @@ def product_of(ins: Instruction) -> Product:
 
 
 def touched_in_flight(code: list[Instruction]) -> list[Instruction]:
-    """What writes A's registers of an HGMMA, or touches its accumulators, before the
+    """What writes A's registers of a wgmma, or touches its accumulators, before the
     WARPGROUP.DEPBAR that covers it, in a straight walk through the code."""
     bad: list[Instruction] = []
     groups: list[list[Product]] = []
     current: list[Product] = []
     for ins in code:
-        if ins.opcode.startswith("HGMMA"):
+        if ins.opcode.startswith(PRODUCTS):
             current.append(product_of(ins))
             if any("gsb0" in o for o in ins.operands):
                 groups.append(current)
