@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of NVFP4; of bf16 a third")
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument(
-        "--rounds", type=int, default=7, help="where codes stay what they are; elsewhere half"
+        "--rounds", type=int, default=7, help="where codes stay what they are; elsewhere a third"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "convert.json")
     args = parser.parse_args()
@@ -155,7 +155,7 @@ def measure(folder: Path, layers: int, experts: int, rounds: int) -> list[dict[s
     rows = []
     for source, options, jobs in wanted:
         kept = source is nvfp4 and options.target != "bf16"
-        rows.append(row(source, out, options, jobs, rounds if kept else max(1, rounds // 2)))
+        rows.append(row(source, out, options, jobs, rounds if kept else max(1, rounds // 3)))
         print(rows[-1], flush=True)
     return rows
 
