@@ -239,17 +239,11 @@ class DecodeMoe:
         sizes = plan.sizes
         stream = self.stream
         warps = plan.tiles.warps
-        work1 = (last1 - first1) * plan.split13
-        items1 = (work1 - warp + (warps - 1)) // warps
-        # FC2 begins with the warps that FC1 leaves out: they load while the others multiply
-        second = (warp + (warps - 1) * (work1 // plan.split2 * plan.split2)) % warps
-        items = items1 + ((last2 - first2) * plan.split2 - second + (warps - 1)) // warps
-        second = second - items1 * warps
+        items1 = ((last1 - first1) * plan.split13 - warp + (warps - 1)) // warps
+        items = items1 + ((last2 - first2) * plan.split2 - warp + (warps - 1)) // warps
         state = stream.start()
         for _ in cutlass.range_constexpr(plan.tiles.slots):
-            state = stream.issue(
-                smem, warp, second, lane, w13, w2, first1, first2, items1, items, *state
-            )
+            state = stream.issue(smem, warp, lane, w13, w2, first1, first2, items1, items, *state)
         read = (Int32(0), Int32(0))  # slot, parity
         turn = Int32(0)
         if first1 < last1:
@@ -269,8 +263,8 @@ class DecodeMoe:
                 row = tile - index * sizes.tiles13
                 scales = self.finish.scales1(smem, lane, row, index, alpha13, bias13)
                 total, state, read = self.tile(
-                    smem, warp, second, lane, turn, work, item, w13, w2, first1, first2, items1,
-                    items, state, read, True,
+                    smem, warp, lane, turn, work, item, w13, w2, first1, first2, items1, items,
+                    state, read, True,
                 )  # fmt: skip
                 if work % plan.split13 == 0:
                     self.finish1(smem, lane, total, tile, index, scales, h)
@@ -288,7 +282,7 @@ class DecodeMoe:
             index = first2 // sizes.tiles2
             item = Int32(items1)
             while item < items:
-                work = second + item * warps
+                work = warp + (item - items1) * warps
                 tile = first2 + work // plan.split2
                 while index < tile // sizes.tiles2:
                     self.leave_tokens(smem, turn)
@@ -297,8 +291,8 @@ class DecodeMoe:
                 self.await_tokens(smem, turn)
                 scales = self.scales2(smem, lane, tile, index, alpha2, bias2, weights)
                 total, state, read = self.tile(
-                    smem, warp, second, lane, turn, work, item - items1, w13, w2, first1, first2,
-                    items1, items, state, read, False,
+                    smem, warp, lane, turn, work, item - items1, w13, w2, first1, first2, items1,
+                    items, state, read, False,
                 )  # fmt: skip
                 if work % plan.split2 == 0:
                     self.finish2(smem, lane, total, tile, index, scales, partial)
@@ -318,8 +312,8 @@ class DecodeMoe:
 
     @cute.jit
     def tile(
-        self, smem, warp, second, lane, turn, work, item, w13, w2, first1, first2, items1, items,
-        state, read, fc1: cutlass.Constexpr,
+        self, smem, warp, lane, turn, work, item, w13, w2, first1, first2, items1, items, state,
+        read, fc1: cutlass.Constexpr,
     ):  # fmt: skip
         """16 rows x the pass's tokens: this warp's parts of K, then those of its neighbours."""
         plan = self.plan
@@ -348,7 +342,7 @@ class DecodeMoe:
                     self.multiply(ring + b * plan.sizes.block_bytes, tokens + b * 128, lane, acc)
                 cute.arch.sync_warp()
                 state = self.stream.issue(
-                    smem, warp, second, lane, w13, w2, first1, first2, items1, items, *state
+                    smem, warp, lane, w13, w2, first1, first2, items1, items, *state
                 )
                 tokens += blocks * 128
                 slot += 1

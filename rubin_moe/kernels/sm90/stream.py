@@ -19,11 +19,10 @@ class Stream:
 
     @cute.jit
     def issue(
-        self, smem, warp, second, lane, w13, w2, first1, first2, items1, items, item, left, source,
-        nbytes, slot,
+        self, smem, warp, lane, w13, w2, first1, first2, items1, items, item, left, source, nbytes,
+        slot,
     ):  # fmt: skip
-        """Starts the next chunk's copy, if there is one; the new state. An item's work is ``warp``
-        and ``warps`` for each item before, of FC2 ``second`` and as much."""
+        """Starts the next chunk's copy, if there is one; the new state."""
         plan = self.plan
         sizes = plan.sizes
         warps = plan.tiles.warps
@@ -40,7 +39,7 @@ class Stream:
                 left = Int32(part // plan.blocks13)
                 nbytes = Int32(plan.blocks13 * sizes.block_bytes)
             else:
-                work = second + item * warps
+                work = warp + (item - items1) * warps
                 tile = first2 + work // plan.split2
                 index = tile // sizes.tiles2
                 number = index // sizes.slabs
