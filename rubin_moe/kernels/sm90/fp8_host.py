@@ -132,8 +132,7 @@ class Fp8Prefill(Prefill):
         )
         counter = At(self._counters(x.device), 4 * SORT_COUNTER)
         k, launch = self.kernels, self._launch
-        tables = [counts, passes, pairs, tokens, counter, None, m, 0]
-        launch(k.sort, blocks, [ids, expert_map, x, *tables])
+        launch(k.sort, blocks, [ids, expert_map, x, counts, passes, pairs, tokens, counter, m])
         launch(k.tokens, self._row_blocks(m), [tokens, passes, x8, x_scale, m])
         launch(k.fc1, blocks, [w.w13, w.alpha13, w.bias13, x8, x_scale, passes, pairs, weights, h])
         launch(k.rows, self._row_blocks(ids.numel()), [h, passes, h8, h_scale, 0])

@@ -23,14 +23,7 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.cute import async_copy, ptx
 from rubin_moe.kernels.sm90.activate import activate
 from rubin_moe.kernels.sm90.dequant import pairs, scale_pairs
-from rubin_moe.kernels.sm90.prefill_plan import (
-    MMA_ROWS,
-    PRODUCERS,
-    SUMMERS,
-    UNIT_BYTES,
-    PrefillPlan,
-)
-from rubin_moe.kernels.sm90.prefill_sum import PanelSum
+from rubin_moe.kernels.sm90.prefill_plan import MMA_ROWS, PRODUCERS, UNIT_BYTES, PrefillPlan
 from rubin_moe.kernels.sm90.prefill_wgmma import start_block, wait
 
 GATHERERS = PRODUCERS - 1  # warps
@@ -57,12 +50,6 @@ class PrefillGemm:
         self.stage_weights = self.blocks * plan.weight_bytes
         self.tiles = sizes.tiles13 if fc1 else sizes.tiles2
         self.units = plan.units13 if fc1 else plan.units2
-        self.sum = None
-        if tiles.slots > 0 and not fc1:
-            self.sum = PanelSum(
-                sizes.num_experts, sizes.top_k, sizes.hidden, sizes.kind, tiles.slots
-            )
-        self.noters = 32 * (GATHERERS - (SUMMERS if self.sum else 0))  # threads
 
     @cute.jit
     def __call__(
@@ -75,11 +62,6 @@ class PrefillGemm:
         pairs: Int64,
         weights: Int64,
         out: Int64,
-        ids: Int64,
-        expert_map: Int64,
-        total: Int64,
-        board: Int64,
-        num_tokens: Int32,
         blocks: Int32,
         stream,
     ):
@@ -89,19 +71,15 @@ class PrefillGemm:
         their number, then expert, first row, number of rows. ``pairs``: int32, of each row token x
         top_k + choice. FC1: ``tokens`` 16-bit ``[M, 64 K blocks]`` in the order above, not
         swizzled; ``weights`` unused; ``out`` ``[passes, K blocks, pass_tokens, 64]``. FC2:
-        ``tokens`` that; ``weights`` float32 of each pair; ``out`` 16-bit ``[pairs, hidden]``; the
-        rest is `PanelSum.run`'s, unused where the plan has no slots.
+        ``tokens`` that; ``weights`` float32 of each pair; ``out`` 16-bit ``[pairs, hidden]``.
         """
-        self.kernel(
-            w, alpha, bias, tokens, passes, pairs, weights, out, ids, expert_map, total, board,
-            num_tokens,
-        ).launch(
+        self.kernel(w, alpha, bias, tokens, passes, pairs, weights, out).launch(
             grid=(blocks, 1, 1),
             block=(self.plan.threads, 1, 1),
             smem=self.smem_bytes,
             stream=stream,
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
@@ -114,11 +92,6 @@ class PrefillGemm:
         pairs: Int64,
         weights: Int64,
         out: Int64,
-        ids: Int64,
-        expert_map: Int64,
-        total: Int64,
-        board: Int64,
-        num_tokens: Int32,
     ):
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
@@ -135,18 +108,11 @@ class PrefillGemm:
                 self.load_weights(smem, w, alpha, tokens, passes, number)
             elif cutlass.const_expr(self.fc1):
                 self.gather(smem, thread - 32 * plan.consumers, tokens, passes, pairs, number)
-            elif thread < 32 * plan.consumers + self.noters:
+            else:
                 self.note(smem, thread - 32 * plan.consumers, passes, pairs, weights, number)
-            elif cutlass.const_expr(self.sum is not None):
-                index = warp - plan.consumers - self.noters // 32
-                area = smem + self.at["sums"] + index * plan.slots_bytes
-                self.sum.run(
-                    area, lane, number * plan.consumers, num_tokens, out, ids, expert_map, total,
-                    board,
-                )  # fmt: skip
         else:
             async_copy.set_registers(plan.registers[0], more=True)
-            self.consume(smem, warp, lane, bias, out, board, number)
+            self.consume(smem, warp, lane, bias, out, number)
 
     @cute.jit
     def set_up(self, smem, thread):
@@ -156,7 +122,7 @@ class PrefillGemm:
             ptx.mbarrier_init(smem + self.at["full"] + 8 * thread, arrivals)
             ptx.mbarrier_init(smem + self.at["empty"] + 8 * thread, self.plan.consumers)
         if thread < 2:
-            ptx.mbarrier_init(smem + self.at["noted"] + 8 * thread, self.noters)
+            ptx.mbarrier_init(smem + self.at["noted"] + 8 * thread, 32 * GATHERERS)
             ptx.mbarrier_init(smem + self.at["read"] + 8 * thread, self.plan.consumers)
         ptx.mbarrier_init_fence()
         at = Int32(thread) * 16
@@ -171,19 +137,15 @@ class PrefillGemm:
     def place(self, unit, passes, number):
         """Record of a unit's pass, index of the pass, and which unit of the expert's rows: panels
         of passes one after another, in one the passes run fastest."""
-        if cutlass.const_expr(self.sum is not None):
-            row = ptx.div_u32(unit, number)
-            index = unit - row * number
-        else:
-            panel = self.plan.tiles.panel
-            whole = unit // (panel * self.units)
-            rest = unit - whole * (panel * self.units)
-            first = whole * panel
-            width = number - first
-            if width > panel:
-                width = Int32(panel)
-            row = ptx.div_u32(rest, width)
-            index = first + rest - row * width
+        panel = self.plan.tiles.panel
+        whole = unit // (panel * self.units)
+        rest = unit - whole * (panel * self.units)
+        first = whole * panel
+        width = number - first
+        if width > panel:
+            width = Int32(panel)
+        row = ptx.div_u32(rest, width)
+        index = first + rest - row * width
         return passes + Int64(1 + index) * 16, index, row
 
     # ---- producers
@@ -317,8 +279,8 @@ class PrefillGemm:
             count = ptx.load_s32(record + 8)
             to = smem + self.at["notes"] + half * self.plan.note_bytes
             ptx.mbarrier_wait(smem + self.at["read"] + 8 * half, parity)
-            for i in cutlass.range_constexpr(-(-t // self.noters)):
-                place = thread + self.noters * i
+            for i in cutlass.range_constexpr(-(-t // (32 * GATHERERS))):
+                place = thread + 32 * GATHERERS * i
                 pair = Int32(0)
                 weight = Float32(0.0)
                 if place < count:
@@ -335,13 +297,12 @@ class PrefillGemm:
     # ---- consumers
 
     @cute.jit
-    def consume(self, smem, warp, lane, bias, out, board, number):
+    def consume(self, smem, warp, lane, bias, out, number):
         plan = self.plan
         unit, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         stage, parity = Int32(0), Int32(0)
         half, noted = Int32(0), Int32(0)
-        stored = Int32(-1)  # the last unit's row of units
         group = warp >> 2
         behind = group * min(plan.tiles.lag, (self.chunks - 1) // max(1, plan.tiles.groups - 1))
         if (behind > 0) & (unit < number * self.units):
@@ -362,12 +323,10 @@ class PrefillGemm:
                         if cutlass.const_expr(self.fc1):
                             self.finish1(smem, warp, lane, acc, n, where, bias, out)
                         else:
-                            self.tell(lane, board, stored)
                             note = (half, noted)
                             self.finish2(smem, warp, lane, acc, n, where, note, bias, out)
             else:
                 stage, parity = self.skip(smem, lane, stage, parity)
-                self.tell(lane, board, stored)
             if cutlass.const_expr(not self.fc1):
                 ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
                 cute.arch.sync_warp()
@@ -375,20 +334,8 @@ class PrefillGemm:
                     ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
                 noted = noted ^ half
                 half = half ^ 1
-            stored = Int32(row)
             unit += grid
-        self.tell(lane, board, stored)
         async_copy.bulk_wait()
-
-    @cute.jit
-    def tell(self, lane, board, row):
-        """Those who sum: this warp has stored its part of a unit. It is told a unit later, when
-        nobody has to wait for the stores."""
-        if cutlass.const_expr(self.sum is not None):  # noqa: SIM102  decided when compiling
-            if row >= 0:
-                cute.arch.sync_warp()
-                if lane == 0:
-                    ptx.add_release(board + Int64(1 + row) * 4, Int32(1))
 
     @cute.jit
     def skip(self, smem, lane, stage, parity):

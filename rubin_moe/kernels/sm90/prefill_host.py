@@ -63,7 +63,6 @@ def workspace_bytes(plan: PrefillPlan, num_tokens: int, num_blocks: int) -> dict
         "tokens": sort.tokens_bytes(num_tokens),
         "h": plan.h_bytes(pairs),
         "y": 2 * pairs * plan.sizes.hidden,
-        "board": 4 * plan.board_words,
     }
 
 
@@ -128,19 +127,12 @@ class Prefill:
             at[name] = nbytes
             nbytes += -(-size // AREA_ALIGN) * AREA_ALIGN
         work = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-        counts, passes, pairs, tokens, h, y, board = (At(work, byte) for byte in at.values())
-        counter, words = At(self._counters(x.device), 4 * SORT_COUNTER), self.plan.board_words
+        counts, passes, pairs, tokens, h, y = (At(work, byte) for byte in at.values())
+        counter = At(self._counters(x.device), 4 * SORT_COUNTER)
         k, launch = self.kernels, self._launch
-        tables = [counts, passes, pairs, tokens, counter, board]
-        launch(k.sort, blocks, [ids, expert_map, x, *tables, m, words])
-        nothing = [None, None, None, None, 0]
-        fc1 = [w.w13, w.alpha13, w.bias13, tokens, passes, pairs, None, h]
-        fc2 = [w.w2, w.alpha2, w.bias2, h, passes, pairs, weights, y]
-        launch(k.fc1, blocks, [*fc1, *nothing])
-        if self.plan.tiles.slots:
-            launch(k.fc2, blocks, [*fc2, ids, expert_map, out, board, m])
-            return
-        launch(k.fc2, blocks, [*fc2, *nothing])
+        launch(k.sort, blocks, [ids, expert_map, x, counts, passes, pairs, tokens, counter, m])
+        launch(k.fc1, blocks, [w.w13, w.alpha13, w.bias13, tokens, passes, pairs, None, h])
+        launch(k.fc2, blocks, [w.w2, w.alpha2, w.bias2, h, passes, pairs, weights, y])
         launch(k.total, sum_blocks(m, x.shape[1], blocks), [y, ids, expert_map, out, m])
 
 
@@ -167,9 +159,9 @@ def gemm_kernel(plan: PrefillPlan, fc1: bool, activation: Activation, bias: bool
 
         from rubin_moe.kernels.sm90.prefill import PrefillGemm
 
-        addresses = (Int64(0) for _ in range(12))
+        addresses = (Int64(0) for _ in range(8))
         return PrefillGemm(plan, fc1, activation, bias), (
-            *addresses, Int32(1), Int32(1), make_fake_stream(),
+            *addresses, Int32(1), make_fake_stream(),
         )  # fmt: skip
 
     constants = f"{plan!r} {fc1} {activation!r} {bias}"

@@ -17,8 +17,6 @@ from rubin_moe.kernels.sm90.plan import ALIGN, BLOCK_K, LayerSizes
 MMA_ROWS = 64  # of one wgmma: four tiles of 16, one a warp
 PRODUCERS = 4  # warps: three gather tokens, one copies weights
 UNIT_BYTES = 32  # what warps that multiply need to know of a unit
-SUMMERS = 2  # of the gathering warps, in FC2
-PANEL = 256  # features that are summed at once, 16 bytes a lane: a unit of two warpgroups
 MAX_PASS = 160  # two accumulators a token and thread, and A's registers, in 240
 
 
@@ -33,8 +31,6 @@ class PrefillTiles:
         stages13, stages2: of the pipeline. blocks13, blocks2: of 64 of K in a stage at most.
         panel: passes that are walked together, row by row of units, so that what multiplies at the
             same time shares weights and tokens in the L2.
-        slots: tokens that each of FC2's summing warps has under way; FC2 then walks row by row of
-            units over all passes. 0: the sum has a launch of its own.
         lag: stages that a warpgroup starts behind the one before, so that their epilogues do not
             coincide.
     """
@@ -49,7 +45,6 @@ class PrefillTiles:
     blocks2: int = 1
     panel: int = 8
     lag: int = 3
-    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,30 +121,19 @@ class PrefillPlan:
 
     @cached_property
     def offsets13(self) -> dict[str, int]:
-        return self._offsets(self.tiles.stages13, self.blocks13, 0)
+        return self._offsets(self.tiles.stages13, self.blocks13)
 
     @cached_property
     def offsets2(self) -> dict[str, int]:
-        return self._offsets(self.tiles.stages2, self.blocks2, SUMMERS * self.slots_bytes)
+        return self._offsets(self.tiles.stages2, self.blocks2)
 
-    @property
-    def slots_bytes(self) -> int:
-        """Of a summing warp's tokens: a panel of each choice's row."""
-        return self.tiles.slots * self.sizes.top_k * 2 * PANEL
-
-    @property
-    def board_words(self) -> int:
-        """int32 that the sum beside FC2 counts with, zero before it."""
-        return 1 + -(-self.sizes.hidden // PANEL)
-
-    def _offsets(self, stages: int, blocks: int, sums: int) -> dict[str, int]:
+    def _offsets(self, stages: int, blocks: int) -> dict[str, int]:
         """Byte addresses in shared memory, and ``end``."""
         at, out = 0, {}
         for name, nbytes in (  # the first two where 128-byte swizzling wants multiples of 1024
             ("tokens", stages * blocks * self.token_bytes),
             ("staging", self.tiles.groups * self.token_bytes),
             ("weights", stages * blocks * self.weight_bytes),
-            ("sums", sums),
             ("units", stages * UNIT_BYTES),
             ("notes", 2 * self.note_bytes),
             ("full", 8 * stages),
@@ -190,8 +174,6 @@ def check_prefill(plan: PrefillPlan) -> PrefillPlan:
         raise PlanError(f"{plan}: 1 to 3 warpgroups, 2 stages or more")
     if not 0 <= t.lag * (t.groups - 1) < min(t.stages13, t.stages2):
         raise PlanError(f"{plan}: the last warpgroup starts behind the last stage")
-    if t.slots and (t.groups != 2 or not 1 <= t.slots <= 8):
-        raise PlanError(f"{plan}: 1 to 8 slots, of two warpgroups' units")
     most = MAX_PASS if t.groups < 3 else 80
     if any(not 8 <= n <= most or n % 8 for n in plan.widths) or t.narrower < 0:
         raise PlanError(f"{plan}: passes of 8 to {most} tokens, a multiple of 8")

@@ -57,17 +57,14 @@ class Sort:
         pairs: Int64,
         tokens: Int64,
         counter: Int64,
-        board: Int64,
         num_tokens: Int32,
-        words: Int32,
         blocks: Int32,
         stream,
     ):
         """Launch. Addresses of int32 ids ``[M, top_k]`` and map (or 0), 16-bit x ``[M, hidden]``,
-        int32 scratch ``[blocks, num_experts]``, the three results, a word that starts as 0, and
-        ``words`` int32 that are set to 0 for others."""
+        int32 scratch ``[blocks, num_experts]``, the three results, and a word that starts as 0."""
         self.kernel(
-            ids, expert_map, x, counts, passes, pairs, tokens, counter, board, num_tokens, words
+            ids, expert_map, x, counts, passes, pairs, tokens, counter, num_tokens
         ).launch(
             grid=(blocks, 1, 1),
             block=(self.plan.threads, 1, 1),
@@ -86,9 +83,7 @@ class Sort:
         pairs: Int64,
         tokens: Int64,
         counter: Int64,
-        board: Int64,
         num_tokens: Int32,
-        words: Int32,
     ):
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
@@ -110,8 +105,6 @@ class Sort:
         end = segment + chunk // plan.warps
         end = end if end < num_pairs else num_pairs
         old = Int32(0)
-        if block == 0 and thread < words:
-            ptx.store_s32(board + Int64(thread) * 4, Int32(0))
         if block < sorters:
             self.clear(smem, thread)
             cute.arch.sync_threads()

@@ -25,8 +25,8 @@ def sort_kernel(plan: SortPlan) -> CompiledKernel:
 
         from rubin_moe.kernels.sm90.sort import Sort
 
-        addresses = (Int64(0) for _ in range(9))
-        return Sort(plan), (*addresses, Int32(1), Int32(1), Int32(1), make_fake_stream())
+        addresses = (Int64(0) for _ in range(8))
+        return Sort(plan), (*addresses, Int32(1), Int32(1), make_fake_stream())
 
     return compiled(
         "sm90_sort", SM90A.name, repr(plan), f"{PACKAGE}.sort", plan.threads, plan.smem_bytes, build

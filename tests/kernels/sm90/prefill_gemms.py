@@ -18,9 +18,6 @@ from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan
 MODULE = "rubin_moe.kernels.sm90.prefill"
 
 
-NO_SUM = (None, None, None, None, 0)  # arguments of the sum beside FC2
-
-
 def order_of_k(x: Tensor, k_blocks: int) -> Tensor:
     """Rows ``[M, hidden]`` as ``[M, 64 k_blocks]`` in the kernels' order, zeros behind."""
     padded = x.new_zeros(x.shape[0], k_blocks * BLOCK_K)
@@ -71,12 +68,12 @@ class Gemms:
     def fc1(self, w: Sm90Experts, x: Tensor, tables: Tables, h: Tensor) -> None:
         """``x``: from `order_of_k`."""
         kernel = gemm_kernel(self.plan, True, self.activation, self.bias)
-        args = (w.w13, w.alpha13, w.bias13, x, tables.passes, tables.pairs, None, h, *NO_SUM)
+        args = (w.w13, w.alpha13, w.bias13, x, tables.passes, tables.pairs, None, h)
         self.launch.launch(kernel, self.blocks, args)
 
     def fc2(self, w: Sm90Experts, h: Tensor, tables: Tables, weights: Tensor, out: Tensor) -> None:
         kernel = gemm_kernel(self.plan, False, self.activation, self.bias)
-        args = (w.w2, w.alpha2, w.bias2, h, tables.passes, tables.pairs, weights, out, *NO_SUM)
+        args = (w.w2, w.alpha2, w.bias2, h, tables.passes, tables.pairs, weights, out)
         self.launch.launch(kernel, self.blocks, args)
 
     def scratch(self, x: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:

@@ -67,8 +67,7 @@ def test_routings(num_tokens, kind, machine):
         replace(TILES, pass_tokens=40, panel=8),
         replace(TILES, pass_tokens=8, stages13=3, stages2=4, panel=1),
         replace(TILES, groups=2),
-        replace(TILES, groups=2, slots=1),
-        replace(TILES, groups=2, slots=3, pass_tokens=24),
+        replace(TILES, groups=2, pass_tokens=24, narrower=2, blocks13=5, blocks2=2),
     ],
     ids=str,
 )
