@@ -20,7 +20,7 @@ from rubin_moe.loader.checkpoint import TensorEntry
 from rubin_moe.loader.dialect import Dialect
 from rubin_moe.loader.load import ModelCheckpoint
 from rubin_moe.loader.modelopt_stacked import STACKINGS
-from rubin_moe.loader.names import module_layer, parse
+from rubin_moe.loader.names import module_layer, slot_of
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,7 @@ class Experts:
         if module not in self._entries:
             found: dict[int | None, list[TensorEntry]] = {}
             for entry in self.checkpoint.experts()[module]:
-                parsed = parse(entry.name)
-                if parsed is None or parsed.slot is None:
-                    raise CheckpointError(f"{entry.name}: no known projection of an expert")
-                found.setdefault(parsed.slot.expert, []).append(entry)
+                found.setdefault(slot_of(entry.name).expert, []).append(entry)
             self._entries = {module: found}  # layers come in order: one is enough
         return self._entries[module]
 

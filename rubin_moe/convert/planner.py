@@ -17,14 +17,12 @@ from rubin_moe.loader.dialects import NotFp4
 from rubin_moe.loader.gpt_oss import GPT_OSS
 from rubin_moe.loader.load import ModelCheckpoint
 from rubin_moe.loader.modelopt_stacked import STACKINGS
-from rubin_moe.loader.names import ExpertSlot, module_layer, parse
+from rubin_moe.loader.names import module_layer, parse, slot_of
 from rubin_moe.loader.patterns import Patterns
 from rubin_moe.loader.summary import LayerSummary, summarize
 
 if TYPE_CHECKING:
     from rubin_moe.convert.calibrate import Calibration
-
-_PLAIN = Stacking(transposed=False, interleaved=False)
 
 
 def make_plan(
@@ -171,7 +169,7 @@ class _Planner:
         )  # fmt: skip
 
     def _stacked_in(self, module: str) -> bool:
-        return any(_slot(e).expert is None for e in self.checkpoint.experts()[module])
+        return any(slot_of(e.name).expert is None for e in self.checkpoint.experts()[module])
 
     def _written(
         self, stored: Dialect | None, stacked_in: bool
@@ -216,7 +214,7 @@ class _Planner:
         own: dict[int, list[TensorEntry]] = {}
         stacked: list[TensorEntry] = []
         for entry in self.checkpoint.experts()[job.module]:
-            expert = _slot(entry).expert
+            expert = slot_of(entry.name).expert
             (stacked if expert is None else own.setdefault(expert, [])).append(entry)
         ids = sorted(own) if own else list(range(job.num_experts))
         if ids != list(range(job.num_experts)):
@@ -254,7 +252,7 @@ class _Planner:
     ) -> dict[str, Shape]:
         by_projection: dict[str, dict[str, TensorEntry]] = {}
         for entry in entries:
-            slot = _slot(entry)
+            slot = slot_of(entry.name)
             by_projection.setdefault(slot.projection, {})[slot.leaf] = entry
         sizes = _sizes(job, expert, by_projection, self.checkpoint.sizes.gated)
         shapes = {}
@@ -271,13 +269,6 @@ class _Planner:
                 bias=found["bias"].dtype if "bias" in found else None,
             )
         return shapes
-
-
-def _slot(entry: TensorEntry) -> ExpertSlot:
-    parsed = parse(entry.name)
-    if parsed is None or parsed.slot is None:
-        raise CheckpointError(f"{entry.name}: no known projection of an expert")
-    return parsed.slot
 
 
 def _sizes(
@@ -302,7 +293,7 @@ def _sizes(
         if projection not in found:
             continue
         entry = found[projection]["weight"]
-        shape = entry.shape if _slot(entry).expert is not None else entry.shape[1:]
+        shape = entry.shape if slot_of(entry.name).expert is not None else entry.shape[1:]
         if len(shape) != 2 or not prod(shape):
             raise CheckpointError(f"{entry.name}: shape {list(entry.shape)} is no matrix")
         n, k = (shape[1], shape[0]) if job.lie is not None and job.lie.transposed else shape
@@ -331,9 +322,9 @@ def _check_sizes(job: ModuleJob, expert: int, sizes: Mapping[str, tuple[int, int
 
 def _path(module: str, expert: int, name: str, found: Mapping[str, TensorEntry]) -> str:
     """As the source spells it, or as most producers do where the source stacks."""
-    own = [e for e in found.values() if _slot(e).expert is not None]
+    own = [e for e in found.values() if slot_of(e.name).expert is not None]
     if own:
-        return own[0].name.removesuffix(f".{_slot(own[0]).leaf}")
+        return own[0].name.removesuffix(f".{slot_of(own[0].name).leaf}")
     return f"{module}.{expert}.{name}_proj"
 
 

@@ -25,7 +25,7 @@ from rubin_moe.loader.checkpoint import TensorEntry
 from rubin_moe.loader.dialect import Dialect, Part, Reading
 from rubin_moe.loader.fold import FoldedScales, fold_entry, fold_scales, refuse_loss
 from rubin_moe.loader.fold_report import FoldEntry, FoldReport
-from rubin_moe.loader.names import parse
+from rubin_moe.loader.names import slot_of
 from rubin_moe.loader.validate import Repairs, ScaleChecks
 
 _Stored: TypeAlias = dict[Part, tuple[TensorEntry, Reading]]
@@ -43,8 +43,7 @@ def keeps_codes(group: Group, options: Options) -> bool:
             return False
     elif fold_mode(job.spec.fmt, job.fmt, options) == "full+requantize":
         return False
-    parsed = [parse(e.name) for e in group.entries]
-    slots = [p.slot for p in parsed if p is not None and p.slot is not None]
+    slots = [slot_of(e.name) for e in group.entries]
     return all(s.expert is not None and s.projection != "gate_up" for s in slots)
 
 
@@ -87,12 +86,10 @@ def rescale(
 def _by_projection(group: ExpertGroup, dialect: Dialect) -> Mapping[str, _Stored]:
     found: dict[str, _Stored] = {}
     for entry in group.entries:
-        parsed = parse(entry.name)
-        assert parsed is not None
-        assert parsed.slot is not None
-        reading = dialect.read(parsed.slot.leaf)
+        slot = slot_of(entry.name)
+        reading = dialect.read(slot.leaf)
         if isinstance(reading, Reading):
-            found.setdefault(parsed.slot.projection, {})[reading.part] = entry, reading
+            found.setdefault(slot.projection, {})[reading.part] = entry, reading
     return found
 
 

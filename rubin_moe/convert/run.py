@@ -185,7 +185,8 @@ def _held(partial: Path) -> Iterator[None]:
         except OSError as e:
             raise ConvertError(f"{partial.name}: cannot be written: {e.strerror}") from e
         finally:
-            if partial.exists() and not any((partial / FILES).iterdir()):
+            files = partial / FILES
+            if files.is_dir() and not any(files.iterdir()):
                 shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -22,7 +22,7 @@ from rubin_moe.loader.dense import dense
 from rubin_moe.loader.dense_leaves import needed_leaves
 from rubin_moe.loader.dialect import Dialect, Stacking
 from rubin_moe.loader.load import ModelCheckpoint
-from rubin_moe.loader.names import ExpertSlot, parse
+from rubin_moe.loader.names import ExpertSlot, slot_of
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.loader.spec import ExpertsSpec, InputScales
 
@@ -114,7 +114,7 @@ class Source:
         """
         has_inputs = any(_part(spec, e) == "input_dec" for e in entries)
         inputs: InputScales = "keep" if has_inputs else "ignore"
-        if all(_slot(e).expert is not None for e in entries):
+        if all(slot_of(e.name).expert is not None for e in entries):
             assembler = ExpertAssembler(
                 spec, Shard(expert_ids=(expert,)), module, input_scales=inputs
             )
@@ -124,7 +124,7 @@ class Source:
         alone = replace(spec, num_experts=1)
         assembler = ExpertAssembler(alone, name=f"{module}[{expert}]", input_scales=inputs)
         for entry in entries:
-            slot = _slot(entry)
+            slot = slot_of(entry.name)
             whole = len(entry.shape) == 0 or prod(entry.shape) == 1 or slot.expert is not None
             slot = ExpertSlot(slot.projection, slot.leaf, None if slot.expert is None else 0)
             assembler.add(slot, self.tensor(entry, None if whole else expert))
@@ -140,7 +140,7 @@ class Source:
         """One expert of 16-bit or FP8 matrices."""
         leaves: dict[str, dict[str, Tensor]] = {}
         for entry in entries:
-            slot = _slot(entry)
+            slot = slot_of(entry.name)
             leaf = slot.leaf
             tensor = self.tensor(entry, expert if slot.expert is None else None)
             if slot.expert is None:
@@ -184,15 +184,8 @@ class Source:
         return weight
 
 
-def _slot(entry: TensorEntry) -> ExpertSlot:
-    parsed = parse(entry.name)
-    if parsed is None or parsed.slot is None:
-        raise CheckpointError(f"{entry.name}: no known projection of an expert")
-    return parsed.slot
-
-
 def _part(spec: ExpertsSpec, entry: TensorEntry) -> str | None:
-    return getattr(spec.dialect.read(_slot(entry).leaf), "part", None)
+    return getattr(spec.dialect.read(slot_of(entry.name).leaf), "part", None)
 
 
 def _half(matrix: Tensor, half: int, interleaved: bool) -> Tensor:

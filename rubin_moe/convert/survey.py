@@ -4,21 +4,20 @@ Reads the scales, 1/17 of the bytes; an expert that looks out of range is read w
 of zeros fits whatever its scale.
 """
 
-from typing import TYPE_CHECKING
+import torch
 
 from rubin_moe.convert.plan import ExpertGroup, Plan
+from rubin_moe.convert.recode import recode
+from rubin_moe.convert.source import Source
 from rubin_moe.errors import ConvertError, FoldError
-from rubin_moe.formats.spec import MXFP4
+from rubin_moe.formats.spec import MXFP4, BlockFormat
+from rubin_moe.formats.ue8m0 import UE8M0
 from rubin_moe.loader.dialect import Reading
 from rubin_moe.loader.load import ModelCheckpoint
-from rubin_moe.loader.names import parse
+from rubin_moe.loader.mxfp4_cast import exact_exponents
+from rubin_moe.loader.names import slot_of
 
-if TYPE_CHECKING:
-    from rubin_moe.convert.source import Source
-
-UE8M0_BIAS = 127
 _SHOWN = 12
-_WINDOWS = {"nvfp4-ue5m3": (-17, 16), "nvfp4-ue4m3": (-9, 8)}
 
 
 def refuse_misfits(checkpoint: ModelCheckpoint, plan: Plan) -> None:
@@ -27,21 +26,18 @@ def refuse_misfits(checkpoint: ModelCheckpoint, plan: Plan) -> None:
     groups = [g for g in groups if g.job.spec is not None and g.job.spec.fmt == MXFP4]
     if not groups:
         return
-    from rubin_moe.convert.recode import recode
-    from rubin_moe.convert.source import Source
-
     source = Source(checkpoint)
     misfits = []
     try:
         for group in groups:
-            if not _suspect(source, group, plan.options.target):
-                continue
-            spec = group.job.spec
+            spec, fmt = group.job.spec, group.job.fmt
             assert spec is not None
-            assert group.job.fmt is not None
+            assert fmt is not None
+            if not _suspect(source, group, fmt):
+                continue
             stored = source.quantized(spec, group.job.module, group.expert, group.entries)
             try:
-                recode(stored, group.job.fmt, plan.options)
+                recode(stored, fmt, plan.options)
             except FoldError as e:
                 misfits.append(str(e))
     finally:
@@ -53,23 +49,22 @@ def refuse_misfits(checkpoint: ModelCheckpoint, plan: Plan) -> None:
         )
 
 
-def _suspect(source: "Source", group: ExpertGroup, target: str) -> bool:
+def _suspect(source: Source, group: ExpertGroup, target: BlockFormat) -> bool:
     """Whether some scale of an expert lies outside the target's range, or its spread does."""
-    import torch
-
     spec = group.job.spec
     assert spec is not None
-    low, high = _WINDOWS[target]
+    low, high = exact_exponents(target.scale)
     for entry in group.entries:
-        parsed = parse(entry.name)
-        slot = None if parsed is None else parsed.slot
-        reading = None if slot is None else spec.dialect.read(slot.leaf)
-        if slot is None or not isinstance(reading, Reading) or reading.part != "sf":
+        slot = slot_of(entry.name)
+        reading = spec.dialect.read(slot.leaf)
+        if not isinstance(reading, Reading) or reading.part != "sf":
             continue
         codes = source.tensor(entry, group.expert if slot.expert is None else None)
         codes = codes.view(torch.uint8)
-        least, most = (int(c) - UE8M0_BIAS for c in (codes.min(), codes.max()))
-        spread = target == "nvfp4-ue4m3" and most - least <= high - low
-        if not (spread or low <= least <= most <= high) or most > UE8M0_BIAS:
+        if int(codes.max()) > UE8M0.max_code:
+            return True
+        least, most = (int(c) - UE8M0.bias for c in (codes.min(), codes.max()))
+        spread = target.has_global and most - least <= high - low
+        if not (spread or low <= least <= most <= high):
             return True
     return False

@@ -45,9 +45,7 @@ def mxfp4_to_nvfp4(
     if target_scale not in TARGETS:
         raise FoldError(f"{weights.name}: NVFP4 has ue4m3 or ue5m3 scales, not {target_scale}")
     halved = replace(weights, fmt=_HALVED, w13=_split(weights.w13), w2=_split(weights.w2))
-    codec = CODECS[target_scale]
-    assert isinstance(codec, Minifloat)
-    window = (round(math.log2(codec.min_subnormal)), math.floor(math.log2(codec.max)))
+    window = exact_exponents(target_scale)
     out = FoldBuilder(halved, TARGETS[target_scale])
     misfits: list[str] = []
     moving = alpha or target_scale == "ue4m3"
@@ -65,6 +63,13 @@ def mxfp4_to_nvfp4(
             f"{len(misfits)} parts: {'; '.join(misfits[:4])}"
         )
     return out.weights(), replace(out.report("mxfp4_to_nvfp4"), source=MXFP4.name)
+
+
+def exact_exponents(scale: ScaleType) -> tuple[int, int]:
+    """Least and greatest k for which ``2^k`` is a scale of that type."""
+    codec = CODECS[scale]
+    assert isinstance(codec, Minifloat)
+    return round(math.log2(codec.min_subnormal)), math.floor(math.log2(codec.max))
 
 
 def _split(proj: ProjectionWeights) -> ProjectionWeights:

@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
+from rubin_moe.errors import CheckpointError
+
 Projection: TypeAlias = Literal["gate", "up", "down", "gate_up"]
 Branch: TypeAlias = Literal["layers", "mtp"]
 
@@ -114,6 +116,14 @@ def parse_slot(rest: str) -> ExpertSlot | None:
             return ExpertSlot(_PROJECTIONS[proj], _leaf(leaf))
     joined = _JOINED.match(rest)
     return None if joined is None else ExpertSlot(_PROJECTIONS[joined[1]], joined[2])
+
+
+def slot_of(name: str) -> ExpertSlot:
+    """The slot of a tensor below an ``experts`` module. Raises CheckpointError if it names none."""
+    parsed = parse(name)
+    if parsed is None or parsed.slot is None:
+        raise CheckpointError(f"{name}: no known projection of an expert")
+    return parsed.slot
 
 
 def _leaf(parts: list[str]) -> str:
