@@ -26,6 +26,7 @@ from rubin_moe.kernels.sm90.prefill_plan import (
     PrefillTiles,
     check_prefill,
 )
+from rubin_moe.kernels.sm90.prefill_tiles import tiles_for
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 BUCKETS = (512, MAX_PAIRS)  # of pairs: the routing tables' sizes that kernels are built for
@@ -105,7 +106,7 @@ def _choose_prefill(sizes: LayerSizes, num_tokens: int) -> PrefillPlan:
     if measured is not None:
         return check_prefill(PrefillPlan(sizes, PrefillTiles(**measured)))
     each = num_tokens * sizes.top_k / sizes.num_experts
-    return check_prefill(PrefillPlan(sizes, PrefillTiles(pass_that_holds(each, SIGMAS, 16))))
+    return check_prefill(PrefillPlan(sizes, tiles_for(sizes, pass_that_holds(each, SIGMAS, 16))))
 
 
 def pass_that_holds(each: float, sigmas: float, step: int = 8, more: int = 0) -> int:
