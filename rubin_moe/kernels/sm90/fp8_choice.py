@@ -1,21 +1,44 @@
 """Tiles of the kernels for FP8 activations, for a problem and a number of tokens. Standard
 library."""
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 
+from rubin_moe.errors import PlanError
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.sm90.choice import sizes_of
-from rubin_moe.kernels.sm90.fp8_plan import Fp8Plan, Fp8Tiles, check_fp8, fp8_sizes
+from rubin_moe.kernels.sm90.fp8_plan import Fp8Plan, Fp8Sizes, Fp8Tiles, check_fp8, fp8_sizes
+from rubin_moe.kernels.sm90.prefill_plan import MAX_PASS
 
-_PASSES = (16, 32, 48, 64, 96, 128)
-_STAGES = {16: 9, 32: 8, 48: 8, 64: 7, 96: 6, 128: 5}
+_LEAST_PASS = 16
+_BEYOND = 1.2  # standard deviations above the average that a pass holds of an expert's tokens
+_MOST_STAGES = 9
 
 
 @lru_cache(maxsize=65536)
 def choose_fp8(problem: MoEProblem, num_tokens: int) -> Fp8Plan:
-    """The plan of a call of ``num_tokens``. Raises PlanError."""
+    """The plan of a call of ``num_tokens``: one for each power of two, so that a server compiles
+    few. All promote alike: a row's result does not depend on their number.
+
+    Raises:
+        PlanError: nothing fits into shared memory.
+    """
     sizes = fp8_sizes(sizes_of(problem))
-    each = 1.1 * num_tokens * sizes.top_k / sizes.num_experts
-    size = next((n for n in _PASSES if n >= each), _PASSES[-1])
-    stages = _STAGES[size]
-    return check_fp8(Fp8Plan(sizes, Fp8Tiles(size, stages13=stages, stages2=stages)))
+    near = 2 ** round(math.log2(max(1, num_tokens)))
+    each = near * sizes.top_k / sizes.num_experts
+    most = each + _BEYOND * math.sqrt(each)
+    size = max(_LEAST_PASS, 8 * math.ceil(most / math.ceil(most / MAX_PASS) / 8))
+    return _with_stages(sizes, Fp8Tiles(size, narrower=int(size > _LEAST_PASS)))
+
+
+def _with_stages(sizes: Fp8Sizes, tiles: Fp8Tiles) -> Fp8Plan:
+    """As many as fit."""
+    plan = Fp8Plan(sizes, tiles)
+    for stages in range(_MOST_STAGES, tiles.lag, -1):
+        plan = Fp8Plan(sizes, replace(tiles, stages13=stages, stages2=stages))
+        try:
+            return check_fp8(plan)
+        except PlanError:
+            continue
+    return check_fp8(plan)

@@ -127,7 +127,7 @@ class Fp8Prefill(Prefill):
             at[name] = nbytes
             nbytes += -(-size // AREA_ALIGN) * AREA_ALIGN
         work = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-        counts, passes, pairs, tokens, h, y, _, x8, x_scale, h8, h_scale = (
+        counts, passes, pairs, tokens, h, y, x8, x_scale, h8, h_scale = (
             At(work, byte) for byte in at.values()
         )
         counter = At(self._counters(x.device), 4 * SORT_COUNTER)

@@ -170,8 +170,8 @@ class Fp8Gemm(PrefillGemm):
             count = ptx.load_s32(record + 8)
             to = smem + self.at["notes"] + half * self.plan.note_bytes
             ptx.mbarrier_wait(smem + self.at["read"] + 8 * half, parity)
-            for i in cutlass.range_constexpr(-(-t // self.noters)):
-                place = thread + self.noters * i
+            for i in cutlass.range_constexpr(-(-t // (32 * GATHERERS))):
+                place = thread + 32 * GATHERERS * i
                 pair = Int32(0)
                 weight = Float32(0.0)
                 scale = Float32(0.0)
