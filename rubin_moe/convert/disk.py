@@ -35,12 +35,14 @@ def allocate(fd: int, size: int) -> None:
     Raises:
         OSError: there is no room, or the file may not grow so far.
     """
-    if sys.platform == "linux" and size:
-        # Not posix_fallocate: where the file system cannot, that writes to every block.
+    # Not posix_fallocate: where the file system cannot, that writes to every block.
+    while sys.platform == "linux" and size:
         if not _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
             return
         code = ctypes.get_errno()
-        if code not in _UNSUPPORTED:
+        if code in _UNSUPPORTED:
+            break
+        if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
     os.truncate(fd, size)
 

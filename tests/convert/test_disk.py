@@ -16,13 +16,17 @@ from .sources import write_fp4
 
 
 class NoFallocate:
-    """A C library whose file system cannot give blocks ahead of time."""
+    """A C library whose file system answers with these errors and then gives blocks; by default it
+    never can."""
 
-    def __init__(self, libc, code=errno.EOPNOTSUPP):
-        self.sync_file_range, self.code = libc.sync_file_range, code
+    def __init__(self, libc, *codes):
+        self.libc, self.sync_file_range = libc, libc.sync_file_range
+        self.codes = list(codes or [errno.EOPNOTSUPP] * 9)
 
-    def fallocate(self, *_):
-        disk.ctypes.set_errno(self.code)
+    def fallocate(self, *args):
+        if not self.codes:
+            return self.libc.fallocate(*args)
+        disk.ctypes.set_errno(self.codes.pop(0))
         return -1
 
 
@@ -99,6 +103,14 @@ def test_a_file_system_without_fallocate_gets_a_file_of_that_size(target, monkey
     monkeypatch.setattr(disk, "_LIBC", NoFallocate(disk._LIBC))
     allocate(target.fileno(), size)
     assert read(target) == bytes(size)
+
+
+def test_a_signal_on_the_way_is_no_error(target, monkeypatch):
+    library = NoFallocate(disk._LIBC, errno.EINTR, errno.EINTR)
+    monkeypatch.setattr(disk, "_LIBC", library)
+    allocate(target.fileno(), 100_000)
+    assert not library.codes
+    assert read(target) == bytes(100_000)
 
 
 def test_a_full_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):
