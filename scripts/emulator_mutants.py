@@ -2,6 +2,10 @@
 """Puts faults into kernels and counts how many of them the emulator's rules find.
 
     python scripts/emulator_mutants.py [--count N | --sample] [--only TEXT] [--jobs N]
+    python scripts/emulator_mutants.py --add RESULTS [--only TEXT] [--count N]
+
+The second form puts results together: of kernels named by --only mutants are drawn anew, the other
+rows are kept, and their survivors tried again.
 
 Every mutant is a sound kernel with one fault: a wait, fence, commit or arrival dropped, a phase
 flipped, a count, index, offset or descriptor field off by a step, two asynchronous operations in
@@ -10,7 +14,7 @@ and runs on the emulator under `rules="enforce"` with several seeds, until a rul
 different bytes in device memory show it. Survivors are either shown to be equivalent to the sound
 kernel (`tests/emulator/mutants/equivalence.py`) or listed.
 
-Writes docs/results/emulator_mutants.json, but with --sample or --only only prints.
+Writes docs/results/emulator_mutants.json, but with --sample or with --only alone it only prints.
 """
 
 from __future__ import annotations
@@ -140,7 +144,7 @@ def main(
     rules: Annotated[str, typer.Option(help="enforce, or none: traps only.")] = "enforce",
     add: Annotated[
         list[Path] | None,
-        typer.Option(help="Earlier results: put together, and their survivors tried again."),
+        typer.Option(help="Earlier results: kept, their survivors tried again."),
     ] = None,
     launches: Annotated[Path | None, typer.Option(help="Keep the launches, use kept ones.")] = None,
     output: Annotated[Path, typer.Option()] = ROOT / "docs/results/emulator_mutants.json",
@@ -148,16 +152,20 @@ def main(
     """Exit 1 if fewer than 95 % of the mutants that are not equivalent are caught."""
     from tests.emulator.mutants.subjects import SUBJECTS
 
-    chosen = [s for s in SUBJECTS if only in s.name and (not sample or s.name in SAMPLED)]
+    drawn = [s for s in SUBJECTS if only in s.name and (not sample or s.name in SAMPLED)]
+    if add and not only:
+        drawn = []
+    names = {s.name for s in drawn}
     earlier = [row for path in add or () for row in json.loads(path.read_text())["rows"]]
+    earlier = [row for row in earlier if row["kernel"] not in names]
     again: dict[str, list[str]] = {}
     for row in earlier:
         if not row["caught_by"] and not row.get("equivalent"):
             again.setdefault(row["kernel"], []).append(row["fault"])
-    if add:
-        chosen = [s for s in chosen if s.name in again]
-    total = SAMPLE if sample else count
-    quotas = [total * (i + 1) // len(chosen) - total * i // len(chosen) for i in range(len(chosen))]
+    chosen = drawn + [s for s in SUBJECTS if s.name in again]
+    total, kinds = SAMPLE if sample else count, len(drawn)
+    quotas = [total * (i + 1) // kinds - total * i // kinds for i in range(kinds)]
+    quotas += [0] * (len(chosen) - kinds)
     mode = None if rules == "none" else rules
     started = time.monotonic()
     with (

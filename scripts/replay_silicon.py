@@ -35,7 +35,7 @@ def tolerance(probe: Probe) -> str:
     """How the probe's outputs are compared."""
     if probe.ulps:
         return f"{probe.ulps} ulp"
-    return f"{probe.relative:g} of the largest output" if probe.relative else "bitwise"
+    return "bitwise"
 
 
 def replay(probe: Probe, recording: Recording) -> dict[str, Any]:

@@ -10,7 +10,9 @@ elements a register: A registers 0..3 hold rows g, g + 8, g, g + 8 at k = e t + 
 4 e further; B registers hold column g at k = e t + i, the second 4 e further; C and D hold rows g
 and g + 8 at columns 2 t and 2 t + 1, float16 two to a register.
 
-Arithmetic: exact products, summed with C in float64 and rounded once (int32 wraps or saturates).
+Arithmetic: as an H200 does it, to the bit (`fragment_kernels.aligned_sums`): of the products and C,
+all below 2^-25 of the largest's power of two is dropped, and the sum truncated to float32 or
+rounded to float16. FP8 products are exact and rounded once, int32 wraps or saturates.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from . import fragment_kernels as kernels
 from .elements import Element, decode_codes
 from .legality import refuse, require
 
@@ -34,6 +37,9 @@ TYPES = {
     "u8": Element.U8,
 }
 """PTX type name -> element."""
+
+ALIGNMENT = 25
+"""Bits below the largest exponent that take part in a sum of 16-bit or TF32 products."""
 
 _DEPTHS = {"f16": (8, 16), "bf16": (8, 16), "tf32": (4, 8), "e4m3": (16, 32), "e5m2": (16, 32)}
 _DEPTHS |= {"s8": (16, 32), "u8": (16, 32)}
@@ -158,8 +164,14 @@ class WarpMma:
         """D's registers uint32 ``[registers, 32]`` from A's, B's and C's."""
         left = gather(a, self.a_map, (16, self.k), self.a)
         right = gather(b, self.b_map, (self.k, 8), self.b)
+        total = read_accumulator(c, self.c_map, (16, 8), self.c)
         with np.errstate(invalid="ignore", over="ignore"):
-            total = left @ right + read_accumulator(c, self.c_map, (16, 8), self.c)
+            if self.a.bits == 8 or not kernels.aligned_sums(left, right, ALIGNMENT, total):
+                total += left @ right
+            elif self.d == "f32":
+                out = np.empty((4, 32), np.uint32)
+                kernels.write_f32(total, 0, 23, out)
+                return out
         return write_accumulator(total, self.d_map, self.d, self.saturate)
 
 

@@ -66,7 +66,7 @@ class Wgmma:
     @property
     def alignment(self) -> int:
         """Bits below the largest exponent that take part in a sum."""
-        return 13 if self.a.bits == 8 else 25
+        return 13 if self.a.bits == 8 else mma_sync.ALIGNMENT
 
     def tile(self, side: str) -> tuple[int, ChunkTable]:
         """Where the chunks of ``"a"`` or ``"b"`` lie in shared memory."""

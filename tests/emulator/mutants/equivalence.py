@@ -13,7 +13,7 @@ from rubin_moe.emulator.errors import EmulatorError
 from rubin_moe.emulator.isa.register_fence import predecessors
 from rubin_moe.emulator.lower import branch_target, lower
 from rubin_moe.emulator.ptx.ast import Imm
-from tests.emulator.mutants import observed
+from tests.emulator.mutants import needless, observed
 from tests.emulator.mutants.edits import Mutation
 from tests.emulator.mutants.trial import Bench
 from tests.emulator.mutants.watching import REGISTERS
@@ -51,6 +51,62 @@ def renamed_barrier(bench: Bench, mutation: Mutation) -> str:
     return (
         "a barrier of all threads that no other instruction uses: it opens when all are at this "
         "one instruction, as before"
+    )
+
+
+def bracketed_barrier(bench: Bench, mutation: Mutation) -> str:
+    """bar.sync of all threads with another number, where the next barriers on every way to and
+    from it are of all threads too: nobody is at another barrier meanwhile."""
+    ins = bench.entry.instructions[mutation.index]
+    if mutation.operator != "shift barrier" or ins.parts[:2] != ("bar", "sync"):
+        return ""
+    if len(ins.operands) > 1 or not isinstance(ins.operands[0], Imm):
+        return ""
+    before = predecessors(lower(bench.entry, deferred=True, checked=True))
+    after: list[list[int]] = [[] for _ in before]
+    for at, places in enumerate(before):
+        for place in places:
+            after[place].append(at)
+    for ways in (before, after):
+        seen, todo = {mutation.index}, list(ways[mutation.index])
+        while todo:
+            at = todo.pop()
+            other = bench.entry.instructions[at]
+            if at in seen:
+                continue
+            seen.add(at)
+            if bench.kernel.families[at].name != "barrier":
+                todo += ways[at]
+            elif len(other.operands) > 1 or other.operands != ins.operands:
+                return ""
+    return "the barriers before and after it are of all threads, none is used between them"
+
+
+def empty_window(bench: Bench, mutation: Mutation) -> str:
+    """bar.warp.sync before which, since the last collective on every way, lanes have at most
+    arrived at mbarriers and started copies."""
+    ins = bench.entry.instructions[mutation.index]
+    if mutation.operator != "drop wait" or ins.parts[:3] != ("bar", "warp", "sync"):
+        return ""
+    lowered = lower(bench.entry, deferred=True, checked=True)
+    before = predecessors(lowered)
+    allowed = {*REGISTERS, "branch", "hint", "mbarrier_wait", "mbarrier_arrive", "mbarrier_tx",
+               "bulk_copy", "bulk_tensor"}  # fmt: skip
+    meeting = ("barrier", "mma_sync", "wgmma")
+    seen, todo = {mutation.index}, list(before[mutation.index])
+    while todo:
+        at = todo.pop()
+        name, other = lowered.families[at].name, bench.entry.instructions[at]
+        same = name == "warp_barrier" and other.operands == ins.operands
+        if at in seen or same or name in meeting:
+            continue
+        seen.add(at)
+        todo += before[at]
+        if name not in allowed and other.parts[:2] != ("ld", "param"):
+            return ""
+    return (
+        "since the last collective no lane has done more than arrive at mbarriers and start "
+        "copies, which it does not order"
     )
 
 
@@ -159,6 +215,8 @@ def empty_release(bench: Bench, mutation: Mutation) -> str:
 
 ARGUMENTS: tuple[Argument, ...] = (
     renamed_barrier,
+    bracketed_barrier,
+    empty_window,
     second_fence,
     second_barrier,
     repeated_publication,
@@ -173,4 +231,8 @@ ARGUMENTS: tuple[Argument, ...] = (
     observed.same_decoding,
     observed.independent_copy,
     observed.never_performed,
+    needless.unused_barrier,
+    needless.idle_fence,
+    needless.late_enough,
+    needless.copies_late_enough,
 )

@@ -16,7 +16,15 @@ from rubin_moe.emulator.machine import Warp
 from rubin_moe.emulator.ptx.ast import Entry, Imm, Instruction, Mem, Operand, Reg
 from tests.emulator.mutants.edits import Mutation, apply, make
 from tests.emulator.mutants.trial import Bench
-from tests.emulator.mutants.watching import REGISTERS, SEEDS, log, log_waits, meet, traps, watching
+from tests.emulator.mutants.watching import (
+    REGISTERS,
+    SEEDS,
+    log,
+    log_waits,
+    meet,
+    traps,
+    watching,
+)
 
 _PARAMETER = ("ld", "param")
 _DESCRIPTOR_FIELDS = ("format code", "bit 3", "bit 31", "scale format", "SF id")

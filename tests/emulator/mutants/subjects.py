@@ -108,19 +108,49 @@ def _sm107(part: str, pair: bool = False) -> Subject:
     return Subject(f"sm107 {part}{' mxfp8 pair' if pair else ''}", "ours", record)
 
 
-def _sm90() -> Subject:
+def _sm90(name: str, part: str, wide: bool = False, from_logits: bool = False) -> Subject:
+    """A kernel of our sm_90a layer, by a part of its entry's name, with two blocks; of the decode
+    kernels or, ``wide``, of the one for many tokens."""
+
     def record() -> SavedLaunch:
+        from tests.kernels.sm90 import layers
+        from tests.layers.backends import weights_of
+        from tests.oracles import problems
+
+        layer = problems.layer(11, "nvfp4-ue4m3", 3, 160, 96)
+        recorder = Recorder()
+        kernel = layers.kernel_of(layer, tiles=layers.WIDE if wide else layers.TILES)
+        kernel._launch, kernel._num_blocks = recorder, 2
+        prepared = kernel.prepare(weights_of(layer))
+        x, ids, weights = layers.batch(layer, 7)
+        if from_logits:
+            generator = torch.Generator().manual_seed(3)
+            kernel.run_from_logits(prepared, x, torch.randn(7, 3, generator=generator))
+        else:
+            kernel.run(prepared, x, torch.from_numpy(ids), torch.from_numpy(weights))
+        return next(launch for launch in recorder.saved if part in launch.kernel)
+
+    return Subject(f"sm90 {name}", "ours", record)
+
+
+def _sm90_prefill(name: str, part: str, number: int = 0, experts: int = 3) -> Subject:
+    """One of the launches of our sm_90a layer for prefill: the ``number``-th of those whose entry
+    has ``part`` in its name."""
+
+    def record() -> SavedLaunch:
+        from rubin_moe.kernels.sm90.prefill_plan import PrefillTiles
         from tests.kernels.sm90 import layers
         from tests.oracles import problems
 
-        layer = problems.layer(11, "nvfp4-ue4m3", 5, 288, 96)
-        kernel = layers.kernel_of(layer)
+        layer = problems.layer(11, "nvfp4-ue4m3", experts, 160, 96)
+        tiles = PrefillTiles(pass_tokens=16, groups=2, stages13=2, stages2=2, panel=2, lag=1)
         recorder = Recorder()
-        kernel._launch = recorder
-        layers.run(kernel, layer, *layers.batch(layer, 7))
-        return recorder.saved[-1]
+        kernel = layers.kernel_of(layer, tiles=tiles)
+        kernel._launch, kernel._num_blocks = recorder, 2
+        layers.run(kernel, layer, *layers.batch(layer, 33 + experts, kind="power_law"))
+        return [launch for launch in recorder.saved if part in launch.kernel][number]
 
-    return Subject("sm90 decode", "ours", record)
+    return Subject(f"sm90 {name}", "ours", record)
 
 
 def _triton(name: str, grid: tuple[int, int, int], make: Callable[[], list[Any]]) -> Subject:
@@ -195,7 +225,12 @@ SUBJECTS: tuple[Subject, ...] = (
     _sm107("quantize_tokens"),
     _sm107("gather_gemm_swiglu", pair=True),
     _sm107("gemm_finalize", pair=True),
-    _sm90(),
+    _sm90("decode", "DecodeMoe"),
+    _sm90("decode wgmma", "WideMoe", wide=True),
+    _sm90("top_k", "TopK", from_logits=True),
+    _sm90_prefill("sort", "Sort", experts=40),
+    _sm90_prefill("prefill fc1", "PrefillGemm"),
+    _sm90_prefill("prefill fc2", "PrefillGemm", 1),
     _triton("matmul_wgmma", (2, 2, 1), _wgmma_arguments),
     _triton("matmul_tma", (2, 2, 1), _tma_arguments),
 )

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rubin_moe.emulator import Device, EmulationError, Limits, Report
+from rubin_moe.emulator.async_ops import DelayPolicy, Policy
 from rubin_moe.emulator.compile import Kernel as LoadedKernel
 from rubin_moe.emulator.compile import compile_entry
 from rubin_moe.emulator.errors import EmulatorError
@@ -28,7 +29,9 @@ from tests.emulator.mutants.operators import OPERATORS, Kernel
 #: A mutant may issue this many times the sound kernel's instructions, and some.
 _BUDGET = 3
 _SPARE = 50_000
-_SPINS = 200
+_SPINS = 2000
+#: Short turns: a CTA that polls waits for copies of others, which move between turns.
+_SLICE, _ROUNDS = 16, 2
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,10 @@ class Bench:
         seed: int,
         budget: int | None = None,
         extra: Sequence[NDArray[np.generic]] = (),
+        policy: Policy | None = None,
     ) -> Report:
-        """One launch from the initial memory, with ``extra`` buffers of a probe."""
+        """One launch from the initial memory, with ``extra`` buffers of a probe; ``policy`` instead
+        of the seed's."""
         device = Device(self.launch.arch)
         for buffer in extra:
             device.register(buffer)
@@ -84,8 +89,9 @@ class Bench:
         launch = self.launch
         return device.launch(
             kernel, launch.grid, launch.block, launch.params, cluster=launch.cluster,
-            dynamic_smem=launch.dynamic_smem_bytes, seed=seed, rules=self.rules,
-            limits=Limits(spins=_SPINS, instructions=budget),
+            dynamic_smem=launch.dynamic_smem_bytes, policy=policy or DelayPolicy(seed),
+            rules=self.rules,
+            limits=Limits(_SLICE, _ROUNDS, _SPINS, budget),
         )  # fmt: skip
 
     def learn(self, seeds: Sequence[int]) -> None:
@@ -132,12 +138,13 @@ class Bench:
             for finding in report.findings:
                 if (finding.rule, finding.line) not in self.known:
                     return Verdict("rule", finding.rule, str(finding), count)
-            wrong = self._wrong_bytes()
+            wrong = self.wrong_bytes()
             if wrong:
                 return Verdict("value", "", f"{wrong} bytes of device memory differ", count)
         return Verdict("", "", "", len(seeds))
 
-    def _wrong_bytes(self) -> int:
+    def wrong_bytes(self) -> int:
+        """Bytes of device memory that differ from what the sound kernel leaves."""
         return sum(
             int(np.count_nonzero((array != expected) & stable))
             for array, expected, stable in zip(self.arrays, self.expected, self.stable, strict=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 import numpy as np
 
 from rubin_moe.emulator import EmulationError, units, worker
+from rubin_moe.emulator.async_ops import AsyncOperation
 from rubin_moe.emulator.isa.footprint import Footprint
 from rubin_moe.emulator.isa.handoff import UnitSite
 from rubin_moe.emulator.issue import Handler
@@ -24,6 +26,39 @@ SEEDS = (1, 2)
 REGISTERS = {"integer", "bits", "float", "special_function", "compare", "move", "convert_integer",
               "convert_float", "convert_small", "warp_shuffle", "warp_vote", "warp_elect",
               "warp_mask", "sleep"}  # fmt: skip
+
+
+@dataclass
+class LatePolicy:
+    """Operations of some kinds of pipes happen when nothing else can move, others at issue."""
+
+    kinds: tuple[str, ...]
+    deferred: bool = True
+    _held: deque[AsyncOperation] = field(default_factory=deque)
+
+    def submit(self, operation: AsyncOperation) -> None:
+        """Hold it back, or perform and complete it."""
+        if operation.pipe[0] in self.kinds:
+            self._held.append(operation)
+        else:
+            operation.finish()
+
+    def advance(self) -> bool:
+        """Finish the oldest."""
+        if not self._held:
+            return False
+        self._held.popleft().finish()
+        return True
+
+    def drain(self, pipe: tuple[object, ...]) -> None:
+        """Finish all of a pipe, in order."""
+        for operation in [o for o in self._held if o.pipe == pipe]:
+            operation.finish()
+            self._held.remove(operation)
+
+    def outstanding(self) -> list[AsyncOperation]:
+        """What is held back."""
+        return list(self._held)
 
 
 @contextmanager

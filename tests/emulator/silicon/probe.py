@@ -37,8 +37,7 @@ class MapSpec:
 @dataclass(frozen=True, eq=False)
 class Probe:
     """One kernel. ``ulps`` bounds the distance of float32 outputs where the ISA leaves them open;
-    ``relative`` bounds outputs relative to the largest (matrix products). ``refused``: the driver
-    does not load the kernel; ``faults``: the launch ends in an error."""
+    ``refused``: the driver does not load the kernel; ``faults``: the launch ends in an error."""
 
     name: str
     instruction: str
@@ -50,7 +49,6 @@ class Probe:
     smem: int = 0
     maps: tuple[MapSpec, ...] = ()
     ulps: int = 0
-    relative: float = 0.0
     refused: bool = False
     faults: bool = False
 

@@ -77,8 +77,7 @@ def driver_maps(probe: Probe) -> bytes:
 class Comparison:
     """Words compared and words that differ by more than the probe allows.
 
-    ``worst`` is the largest distance seen: in ulps, relative to the largest output, or, for exact
-    probes, 0 or 1.
+    ``worst`` is the largest distance seen: in ulps, or, for exact probes, 0 or 1.
     """
 
     cases: int
@@ -88,30 +87,16 @@ class Comparison:
 
 
 def compare(probe: Probe, recorded: NDArray[np.uint8], emulated: NDArray[np.uint8]) -> Comparison:
-    """Compare 32-bit words: bitwise, in float32 ulps, or relative to the largest output."""
+    """Compare 32-bit words: bitwise, or in float32 ulps."""
     a, b = recorded.view(np.uint32), emulated.view(np.uint32)
     if probe.ulps:
         distance = _ulps(a, b)
         wrong = distance > probe.ulps
-    elif probe.relative:
-        kind = np.float16 if _is_half(probe) else np.float32
-        x, y = (v.view(kind).astype(np.float64) for v in (a, b))
-        distance = np.abs(x - y) / max(float(np.abs(x).max()), 1e-30)
-        distance = np.where(np.isfinite(distance), distance, np.inf)
-        wrong = distance > probe.relative
     else:
         wrong = a != b
         distance = wrong.astype(np.float64)
     first = int(np.flatnonzero(wrong)[0]) if wrong.any() else -1
     return Comparison(int(wrong.size), int(wrong.sum()), float(distance.max(initial=0)), first)
-
-
-def _is_half(probe: Probe) -> bool:
-    """Whether a matrix product's accumulator is float16."""
-    parts = probe.instruction.split(".")
-    if probe.instruction.startswith("wgmma"):
-        return parts[5] == "f16"
-    return parts[6] == "f16"
 
 
 def _ulps(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.float64]:
