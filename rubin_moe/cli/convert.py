@@ -86,31 +86,11 @@ def convert(
 
 
 def _run(source: Path, out: Path, options: Any, jobs: int | None) -> None:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rubin_moe.cli.bars import Bars
+    from rubin_moe.convert.run import convert
 
-    from rubin_moe.convert.run import Stage, convert
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[Stage, Any] = {}
-
-        def report(stage: Stage, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.advance(tasks[stage], done)
-
-        outcome = convert(source, out, options, jobs=jobs, report=report)
+    with Bars() as bars:
+        outcome = convert(source, out, options, jobs=jobs, report=bars.report)
     if outcome.resumed:
         typer.echo(f"went on after {outcome.resumed} finished files")
     typer.echo(f"{outcome.folder}: {outcome.plan.output_bytes:,} bytes, verified")

@@ -53,3 +53,15 @@ def test_the_script_is_the_command(tmp_path):
     assert "Traceback" not in again.stderr
     record = json.loads((tmp_path / "b" / "conversion.json").read_text())
     assert record["options"]["mx_rule"] == "ceil"
+
+
+def test_progress_is_told_in_units_of_its_own():
+    from rubin_moe.cli.bars import Bars
+
+    bars = Bars()
+    for done in (1, 2):
+        bars.report("calibrate", done, 7)
+    bars.report("verify", 2_000_000, 5_000_000)
+    assert [t.description for t in bars.tasks] == ["calibrate", "verify"]
+    assert bars.tasks[0].fields["told"].startswith("3/7 tokens")
+    assert bars.tasks[1].fields["told"].startswith("2/5 MB")
