@@ -16,7 +16,7 @@ SIZES = LayerSizes(128, 8, 2048, 768, gated=True, exponent_only=False)
 TILES = (
     PrefillTiles(160, stages13=5, stages2=5),
     PrefillTiles(144, narrower=1, step=16, stages13=5, stages2=5),
-    PrefillTiles(88, narrower=4, stages13=4, stages2=4, blocks13=2, blocks2=2),
+    PrefillTiles(80, narrower=3, stages13=4, stages2=4, blocks13=2, blocks2=2),
 )
 FP8_SIZES = LayerSizes(128, 4, 2880, 2880, gated=True, exponent_only=True)
 FP8_TILES = (Fp8Tiles(), Fp8Tiles(144, narrower=1, promote=0))
