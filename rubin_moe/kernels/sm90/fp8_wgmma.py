@@ -55,8 +55,8 @@ def decode_word(word, table_low, table_high) -> list[Uint32]:
     table is two registers, the eight magnitudes in E4M3."""
     signs = Uint32(0x80808080)
     selector = word & Uint32(0x77777777)
-    low = fp8.look_up(*table_low, selector)
-    high = fp8.look_up(*table_high, selector >> Uint32(16))
+    low = fp8.look_up(table_low[0], table_low[1], selector)
+    high = fp8.look_up(table_high[0], table_high[1], selector >> Uint32(16))
     return [low | (word & signs), high | ((word << Uint32(4)) & signs)]
 
 
