@@ -148,21 +148,11 @@ def _powers(values, out):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def aligned_sums(left, right, bits, total):
-    """Adds the K products of each element to ``total`` [M, N], in place, N a multiple of LANES;
-    returns whether all values were finite (else nothing is done).
-
-    As measured on an H200, to the bit: the accumulator and the products of one instruction are
-    truncated to a multiple of 2^(e - bits), e the largest exponent among them (that of a product
-    being the sum of its factors'), and added exactly.
-    """
+def _sum_rows(left, left_powers, right, right_powers, one, total):
+    """All rows, by addresses: the caller holds the arrays, numba frees its own after their last
+    use by name."""
     rows, depth = left.shape
     n = right.shape[1]
-    left_powers, right_powers = np.empty((rows, depth)), np.empty((depth, n))
-    finite = _powers(left, left_powers) and _powers(right, right_powers)
-    if not finite or not np.isfinite(total).all():
-        return False
-    one = 2.0**bits
     a, pa, b, pb, t = (
         left.ctypes.data, left_powers.ctypes.data, right.ctypes.data, right_powers.ctypes.data,
         total.ctypes.data,
@@ -173,4 +163,34 @@ def aligned_sums(left, right, bits, total):
             _aligned_step(
                 a + row, pa + row, b + 8 * j, pb + 8 * j, depth, n, one, t + 8 * (n * m + j)
             )
-    return True
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _sum_not_finite(left, right, before, total):
+    """Elements with an infinity or NaN among their operands, by plain arithmetic."""
+    for m in range(total.shape[0]):
+        row = np.isfinite(left[m]).all()
+        for n in range(total.shape[1]):
+            value, column = before[m, n], right[:, n]
+            if not (row and np.isfinite(value) and np.isfinite(column).all()):
+                for k in range(left.shape[1]):
+                    value += left[m, k] * column[k]
+                total[m, n] = value
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def aligned_sums(left, right, bits, total):
+    """Adds the K products of each element to ``total`` [M, N], in place, N a multiple of LANES.
+
+    As measured on an H200, to the bit: the accumulator and the products of one instruction are
+    truncated to a multiple of 2^(e - bits), e the largest exponent among them (that of a product
+    being the sum of its factors'), and added exactly.
+    """
+    left_powers, right_powers = np.empty_like(left), np.empty_like(right)
+    finite = _powers(left, left_powers)
+    finite &= _powers(right, right_powers)
+    finite &= np.isfinite(total).all()
+    before = total if finite else total.copy()
+    _sum_rows(left, left_powers, right, right_powers, 2.0**bits, total)
+    if not finite:  # rows of a tile that nothing reads may hold anything
+        _sum_not_finite(left, right, before, total)

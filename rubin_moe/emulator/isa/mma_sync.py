@@ -166,12 +166,14 @@ class WarpMma:
         right = gather(b, self.b_map, (self.k, 8), self.b)
         total = read_accumulator(c, self.c_map, (16, 8), self.c)
         with np.errstate(invalid="ignore", over="ignore"):
-            if self.a.bits == 8 or not kernels.aligned_sums(left, right, ALIGNMENT, total):
+            if self.a.bits == 8:
                 total += left @ right
-            elif self.d == "f32":
-                out = np.empty((4, 32), np.uint32)
-                kernels.write_f32(total, 0, 23, out)
-                return out
+                return write_accumulator(total, self.d_map, self.d, self.saturate)
+            kernels.aligned_sums(left, right, ALIGNMENT, total)
+        if self.d == "f32":
+            out = np.empty((4, 32), np.uint32)
+            kernels.write_f32(total, 0, 23, out)
+            return out
         return write_accumulator(total, self.d_map, self.d, self.saturate)
 
 

@@ -177,8 +177,10 @@ def multiply(
     index = mma_sync.c_fragment(op.n, 16 if op.d == "f16" else 32)
     total = _accumulators(op, d, index)
     with np.errstate(invalid="ignore", over="ignore"):
-        if op.d == "s32" or not kernels.aligned_sums(left, right, op.alignment, total):
+        if op.d == "s32":
             total += product_of(left, right)
+        else:
+            kernels.aligned_sums(left, right, op.alignment, total)
         for w in range(4):
             if op.d == "f32":
                 kernels.write_f32(total, 16 * w, min(op.alignment, 23), d[w])

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rubin_moe.emulator.isa import matrix_ldst, mma_sync, wgmma
+from rubin_moe.emulator.isa import fragment_kernels, matrix_ldst, mma_sync, wgmma
 from rubin_moe.emulator.isa.legality import IllegalOperationError
 
 from .machine import multiplied, put_k_major
@@ -223,6 +223,44 @@ def test_wgmma_transposes_and_signs() -> None:
     garbage = np.full((4, op.registers, 32), 0x7F800000, np.uint32)
     found = accumulator_rows(multiplied(op, smem, garbage), 128, "f32")
     np.testing.assert_array_equal(found, -(a.T @ b))
+
+
+def aligned(left: np.ndarray, right: np.ndarray, bits: int, total: np.ndarray) -> np.ndarray:
+    """What an H200 adds up, in NumPy: multiples of 2^(largest exponent - bits)."""
+    exponent = [np.frexp(np.abs(x))[1] - 1 for x in (left, right, total)]
+    largest = np.maximum((exponent[0][:, :, None] + exponent[1]).max(axis=1), exponent[2])
+    unit = 2.0 ** (largest - bits)
+    terms = np.trunc(left[:, :, None] * right / unit[:, None])
+    return (terms.sum(axis=1) + np.trunc(total / unit)) * unit
+
+
+@pytest.mark.parametrize("bits", [13, 25])
+def test_sums_drop_what_lies_far_below_the_largest_term(bits: int) -> None:
+    rng = np.random.default_rng(bits)
+    for _ in range(50):
+        left, right, total = (rng.standard_normal(s) for s in ((64, 32), (32, 24), (64, 24)))
+        left, right = (np.float32(x * 2.0 ** rng.integers(-9, 9, x.shape)) for x in (left, right))
+        left, right = (x.view(np.uint32) & 0xFFFF0000 for x in (left, right))
+        left, right = (x.view(np.float32).astype(np.float64) for x in (left, right))
+        expected = aligned(left, right, bits, total)
+        fragment_kernels.aligned_sums(left, right, bits, total)
+        np.testing.assert_array_equal(total, expected)
+
+
+def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
+    """Rows of a tile that nobody reads may hold anything."""
+    rng = np.random.default_rng(3)
+    left, right, total = (rng.standard_normal(s) for s in ((64, 16), (16, 24), (64, 24)))
+    clean = total.copy()
+    fragment_kernels.aligned_sums(left, right, 25, clean)
+    left[7, 1], right[3, 5], total[9, 9] = np.inf, np.nan, -np.inf
+    fragment_kernels.aligned_sums(left, right, 25, total)
+    touched = np.zeros(total.shape, bool)
+    touched[7], touched[:, 5], touched[9, 9] = True, True, True
+    np.testing.assert_array_equal(total[~touched], clean[~touched])
+    assert np.isnan(total[:, 5]).all()
+    assert not np.isfinite(total[7]).any()
+    assert total[9, 9] == -np.inf
 
 
 @pytest.mark.parametrize(

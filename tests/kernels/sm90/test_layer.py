@@ -124,7 +124,7 @@ def test_no_rule_of_the_hardware_is_broken(tiles):
     kernel = kernel_of(layer, tiles=tiles)
     kernel._launch = EmulatorLauncher(rules="enforce")
     args = (layer, *batch(layer, 33, kind="power_law"))
-    assert torch.equal(run(kernel, *args), run(kernel_of(layer, tiles=tiles), *args))
+    assert torch.equal(run(kernel, *args), run(kernel_of(layer), *args))
 
 
 def test_rows_alone_equal_those_rows_in_a_batch_and_runs_repeat(tiles, machine):
