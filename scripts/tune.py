@@ -32,6 +32,7 @@ from h200_layer import (
 )
 from torch import Tensor
 
+from rubin_moe.arch import SM90A
 from rubin_moe.errors import PlanError
 from rubin_moe.kernels import tuning
 from rubin_moe.kernels.launch import launcher
@@ -47,15 +48,16 @@ from rubin_moe.kernels.sm90.prefill_plan import (
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_DECODE = 512  # tokens at which decode's tiles are timed
-LEAST_PREFILL = 4  # tokens an expert, on average, at which prefill's are
-MOST_STAGES = 8
+LEAST_PREFILL = 2  # tokens an expert, on average, at which prefill's are
 WORST_ERROR = 4e-3  # relative; bfloat16 between the GEMMs and in the output gives about 2.5e-3
 CANDIDATES: dict[str, list[Tiles | WideTiles]] = {
     "qwen3": [
+        Tiles(24, 1, 4, 4, split=True), Tiles(14, 2, 8, 4),
         Tiles(24, 2, 4, 4), Tiles(16, 3, 4, 4), Tiles(12, 4, 4, 4),
         Tiles(16, 2, 4, 4, pass_tokens=24, buffers=1), WideTiles(3, 24, 4, 4, 4),
     ],
     "gptoss": [
+        Tiles(20, 3, 3, 3, split=True),
         Tiles(12, 2, 9, 9), Tiles(15, 2, 9, 9, split=True, buffers=1),
         Tiles(12, 2, 9, 9, pass_tokens=16, buffers=1), WideTiles(3, 16, 3, 3, 6),
     ],
@@ -64,6 +66,7 @@ CANDIDATES: dict[str, list[Tiles | WideTiles]] = {
         WideTiles(3, 16, 2, 2, 8),
     ],
     "mixtral": [
+        Tiles(16, 2, 4, 4, split=True),
         Tiles(20, 2, 4, 4), Tiles(20, 2, 4, 4, pass_tokens=16, buffers=1),
         WideTiles(3, 24, 2, 2, 7), WideTiles(3, 32, 2, 2, 6),
         WideTiles(2, 72, 2, 2, 6), WideTiles(2, 80, 2, 2, 6),
@@ -83,24 +86,50 @@ def candidates(name: str, num_tokens: int) -> list[choice.AnyTiles]:
 
 
 def prefill_tiles(shape: Shape, num_tokens: int) -> list[PrefillTiles]:
-    """Passes that hold an expert's tokens in as few as there can be, or one more, for experts of
-    the average number of tokens and of one and two standard deviations more."""
+    """Passes that hold an expert's tokens in as few as there can be, for experts of the average
+    number of tokens and some standard deviations more, with narrower MMAs for those with fewer; for
+    many tokens also the widest pass."""
     each = num_tokens * shape.top_k / shape.num_experts
-    sizes = {
-        choice.pass_that_holds(each, sigmas, more=more)
-        for sigmas in (0.5, 1.2, 2.2)
-        for more in ((0, 1) if each > MAX_PASS else (0,))
+    if each <= MAX_PASS:
+        sizes = {choice.pass_that_holds(each, sigmas) for sigmas in (1.2, 2.2)}
+    else:
+        sizes = {choice.pass_that_holds(each, 1.2), 144, 160}
+    found = {
+        str(plan_of(shape, tiles, 0)): tiles
+        for size in sorted(min(size, MAX_PASS) for size in sizes)
+        for tiles in (with_stages(shape, t) for t in of_width(size))
     }
-    return [with_stages(shape, PrefillTiles(size)) for size in sorted(sizes) if size <= MAX_PASS]
+    return list(found.values())
+
+
+def of_width(size: int) -> list[PrefillTiles]:
+    """Copies of 1 to 2 KB a tile of weights, and widths that the compiler keeps asynchronous: as
+    many as there can be, or two."""
+    out = []
+    for blocks in (4, 5) if size <= 32 else (2, 4) if size <= 48 else (2,) if size <= 88 else (1,):
+        most = (224 - size - (48 if blocks == 1 else 80)) // 16 - 1  # `prefill_tiles.asynchronous`
+        lag = {1: 3, 2: 2}.get(blocks, 2 if size > 32 else 1)
+        for narrower, step in ((4, 8), (1, 16)) if size in range(72, 96) else ((4, 8),):
+            step = 16 if size > 112 else step
+            widths = max(0, min(narrower, most, (size - 8) // step))
+            out.append(PrefillTiles(size, widths, step, blocks13=blocks, blocks2=blocks, lag=lag))
+    return out
 
 
 def with_stages(shape: Shape, tiles: PrefillTiles) -> PrefillTiles:
-    """As many as fit into shared memory."""
-    for stages in range(MOST_STAGES, 2, -1):
-        more = replace(tiles, stages13=stages, stages2=stages)
-        if plan_of(shape, more, 0) is not None:
-            return more
+    """As many of each GEMM as fit into shared memory, ten at most."""
+    for name in ("stages13", "stages2"):
+        for stages in range(10, tiles.lag, -1):
+            more = replace(tiles, **{name: stages})
+            if fits(shape, more, name == "stages13"):
+                tiles = more
+                break
     return tiles
+
+
+def fits(shape: Shape, tiles: PrefillTiles, fc1: bool) -> bool:
+    plan = PrefillPlan(choice.sizes_of(shape.problem()), tiles)
+    return (plan.smem13 if fc1 else plan.smem2) <= SM90A.smem_per_block
 
 
 def plan_of(shape: Shape, tiles: choice.AnyTiles, num_tokens: int) -> choice.AnyPlan | None:
