@@ -7,6 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rubin_moe.convert.options import Options
+from rubin_moe.convert.run import convert
+from tests.loader import checkpoints
+
 from .fuzz import (
     DIALECTS,
     TARGETS,
@@ -16,6 +20,7 @@ from .fuzz import (
     damaged_headers,
     damaged_scales,
     sound,
+    unlike_peers,
 )
 
 QUICK = {"deadline": 20_000, "suppress_health_check": list(HealthCheck), "database": None}
@@ -58,3 +63,12 @@ def test_damaged_sources_of_conversions(case, target, folder):
     for name in ("b", "b.partial"):
         shutil.rmtree(folder / name, ignore_errors=True)
     check_conversion(case, target, folder / "a", folder / "b")
+
+
+def test_an_expert_unlike_its_peers_is_refused_before_and_after(tmp_path):
+    """A conversion holds one expert and cannot see it; loading names it on both sides."""
+    source = checkpoints.layer("mxfp4")
+    source.w2.sf[0] += 12
+    path = checkpoints.folder(source, checkpoints.Style("compressed_mxfp4")).write(tmp_path / "a")
+    convert(path, tmp_path / "b", Options("nvfp4-ue4m3"), jobs=1)
+    assert all(unlike_peers(tmp_path / name) for name in "ab")
