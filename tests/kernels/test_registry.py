@@ -66,7 +66,7 @@ def gpu(major, minor):
             {"activation_format": "nvfp4-ue4m3", "activation": Activation("relu2")},
             "activation relu2; computes silu, swigluoai",
         ),
-        ((9, 0), "sm90", {"activation_format": "nvfp4-ue4m3"}, "multiplies 16-bit activations"),
+        ((9, 0), "sm90", {"activation_format": "nvfp4-ue4m3"}, "multiplies 16-bit and fp8-e4m3"),
         ((9, 0), "sm90", {"dtype": "float32"}, "the model's are float32"),
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from rubin_moe.kernels import registry, tuning
 from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem, Target
 from rubin_moe.kernels.sm90 import choice, rules
+from rubin_moe.kernels.sm90.fp8_choice import choose_fp8
 from rubin_moe.kernels.sm90.plan import DecodePlan, LayerSizes, Tiles, blocks_of, check, parts_of
 from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan, PrefillTiles
 from rubin_moe.kernels.sm90.scales import kernel_scales
@@ -62,10 +63,21 @@ def test_many_tokens_get_the_kernels_for_prefill(name):
     assert choice.prefill_from(problem(PUBLISHED[name], batch_invariant=True)) is None
 
 
+@pytest.mark.parametrize("num_tokens", [1, 200, 4096, 10**6])
+def test_fp8_activations_have_a_plan_for_every_number_of_tokens(num_tokens):
+    asked = problem(PUBLISHED["gpt-oss"], activation_format="fp8-e4m3")
+    assert registry.select(asked, HOPPER).backend == "sm90"
+    plan = choose_fp8(asked, num_tokens)
+    assert max(plan.smem13, plan.smem2) <= SM90A.smem_per_block
+    assert "kernel=fp8" in str(rules.plan(asked, num_tokens))
+    assert plan.tiles.promote == choose_fp8(asked, 1).tiles.promote  # else bits would change
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"activation_format": "mxfp8"}, "16-bit activations"),
+        ({"activation_format": "mxfp8"}, "16-bit and fp8-e4m3 activations, not mxfp8"),
+        ({"activation_format": "fp8-e4m3"}, "activations with mxfp4, not with nvfp4-ue4m3"),
         ({"dtype": "float32"}, "bfloat16 and float16 activations; the model's are float32"),
         ({"num_experts": 2048}, "at most 1024 experts"),
         ({"hidden": 8200}, "hidden 8200"),
