@@ -45,6 +45,7 @@ from rubin_moe.kernels.sm90.prefill_plan import (
     PrefillTiles,
     check_prefill,
 )
+from rubin_moe.kernels.sm90.prefill_tiles import asynchronous
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_DECODE = 512  # tokens at which decode's tiles are timed
@@ -97,22 +98,24 @@ def prefill_tiles(shape: Shape, num_tokens: int) -> list[PrefillTiles]:
     found = {
         str(plan_of(shape, tiles, 0)): tiles
         for size in sorted(min(size, MAX_PASS) for size in sizes)
-        for tiles in (with_stages(shape, t) for t in of_width(size))
+        for tiles in (with_stages(shape, t) for t in of_width(shape, size))
     }
     return list(found.values())
 
 
-def of_width(size: int) -> list[PrefillTiles]:
+def of_width(shape: Shape, size: int) -> list[PrefillTiles]:
     """Copies of 1 to 2 KB a tile of weights, and widths that the compiler keeps asynchronous: as
     many as there can be, or two."""
-    out = []
+    sizes, out = choice.sizes_of(shape.problem()), []
     for blocks in (4, 5) if size <= 32 else (2, 4) if size <= 48 else (2,) if size <= 88 else (1,):
-        most = (224 - size - (48 if blocks == 1 else 80)) // 16 - 1  # `prefill_tiles.asynchronous`
         lag = {1: 3, 2: 2}.get(blocks, 2 if size > 32 else 1)
-        for narrower, step in ((4, 8), (1, 16)) if size in range(72, 96) else ((4, 8),):
+        for most, step in ((4, 8), (1, 16)) if size in range(72, 96) else ((4, 8),):
             step = 16 if size > 112 else step
-            widths = max(0, min(narrower, most, (size - 8) // step))
-            out.append(PrefillTiles(size, widths, step, blocks13=blocks, blocks2=blocks, lag=lag))
+            for narrower in range(min(most, (size - 8) // step), -1, -1):
+                tiles = PrefillTiles(size, narrower, step, blocks13=blocks, blocks2=blocks, lag=lag)
+                if asynchronous(PrefillPlan(sizes, tiles)):
+                    out.append(tiles)
+                    break
     return out
 
 
