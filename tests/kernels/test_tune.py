@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rubin_moe.kernels.sm90.plan import Plan, Tiles
+from rubin_moe.kernels.sm90.plan import Tiles
+from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SHAPE, TOKENS = "qwen3", 16
@@ -37,8 +38,9 @@ def tune(monkeypatch):
 class Fixed:
     harm = None
 
-    def __init__(self, shape, plan: Plan) -> None:
+    def __init__(self, shape, plan) -> None:
         self.bad = plan.tiles == BAD
+        self.prefill = isinstance(plan, PrefillPlan)
         self.us = 1.0 if self.bad else 50.0
 
     def prepare(self, weights) -> None:
@@ -86,6 +88,33 @@ def test_tiles_with_wrong_numbers_are_left_out(tune, monkeypatch, capsys, harm, 
     kept = [row["tiles"] for row in tune.measure(SHAPE, [TOKENS])]
     assert kept == [tune.asdict(tiles) for tiles in GOOD]
     assert "left out" in capsys.readouterr().out
+
+
+def test_each_regime_is_compared_with_itself(tune, monkeypatch):
+    """Prefill adds in another order than decode: a bit more or less is no error of either."""
+    monkeypatch.setattr(Fixed, "run", lambda self, prepared, x, *routed: self.of_regime(x.clone()))
+    monkeypatch.setattr(
+        Fixed, "of_regime", lambda self, x: _last_bit(x) if self.prefill else x, raising=False
+    )
+    monkeypatch.setitem(tune.CANDIDATES, SHAPE, GOOD)
+    kept = [tune.choice.of_prefill(row["tiles"]) for row in tune.measure(SHAPE, [128])]
+    assert kept.count(False) == len(GOOD)
+    assert kept.count(True) == len(tune.candidates(SHAPE, 128)) - len(GOOD) > 0
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "takes_over"),
+    [
+        ({128: 100, 256: 150, 512: 310}, {128: 150, 256: 170, 512: 200, 1024: 300}, 300),
+        ({128: 100, 256: 200}, {128: 100, 256: 100}, 129),
+        ({128: 100, 256: 200}, {128: 90, 256: 100}, 128),
+        ({128: 100, 256: 100}, {128: 200, 256: 300}, 257),
+        ({16: 10}, {1024: 10}, None),
+    ],
+)
+def test_prefill_takes_over_where_the_times_cross(tune, decode, prefill, takes_over):
+    regimes = ({m: {"us": us} for m, us in times.items()} for times in (decode, prefill))
+    assert tune.crossing(*regimes) == takes_over
 
 
 def test_the_fake_tiles_are_kept_where_they_are_right(tune, monkeypatch):
