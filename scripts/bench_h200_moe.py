@@ -57,7 +57,7 @@ from rubin_moe.kernels.target import detect
 
 app = typer.Typer()
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-CHECKED = (16, 1024)  # tokens at which the numbers are compared
+CHECKED = (16, 1024)  # tokens at which the numbers are compared, for the two halves
 DECODE = 256  # tokens at most, of the two halves of the summary
 OURS, OURS_FP8, UNQUANTIZED = "rubin_moe", "rubin_moe_fp8", "triton_bf16"
 ONLY_MXFP4 = (OURS_FP8, "triton_kernels")
@@ -160,8 +160,8 @@ def worker(shape_name: str, name: str, folder: Path) -> None:
     torch.manual_seed(7)
     weights = layer_weights(shape)
     makes = setup(name, shape, weights)
-    error = max(check(shape, weights, make, name, m) for make in makes.values() for m in CHECKED)
-    print(stem, "relative error", error, flush=True)
+    errors = [max(check(shape, weights, mk, name, m) for mk in makes.values()) for m in CHECKED]
+    print(stem, "relative errors", errors, flush=True)
     cases = []
     numbers = {m: tuple(makes) if m <= DECODE else tuple(makes)[:1] for m in TOKENS}
     if name == OURS:
@@ -189,7 +189,8 @@ def worker(shape_name: str, name: str, folder: Path) -> None:
             row |= {"experts": touched, "floor_us": round(shape.floor_us(m, touched), 2)}
             if name == OURS:
                 row["kernel"] = plan(shape.problem(), m).fields["kernel"]
-            row |= {"host_us": round(eager_us(each[0], 20 if m <= 256 else 4), 1), "error": error}
+            row["host_us"] = round(eager_us(each[0], 20 if m <= DECODE else 4), 1)
+            row["error"] = errors[m > DECODE]
             rows.append(row)
         (folder / f"{stem}.json").write_text(json.dumps(rows))
 
@@ -256,7 +257,12 @@ def write(
     our switches from kernel to kernel apart from them."""
     rows = rows + [r | {"source": "ids"} for r in rows if r["impl"] == "triton_kernels"]
     keys = ("shape", "num_tokens", "kernel", "us", "us_other_pass", "floor_us")
-    near = [{k: r[k] for k in keys} for r in rows if r["num_tokens"] not in TOKENS]
+    around = {name: near_switches(shape.problem()) for name, shape in SHAPES.items()}
+    near = [
+        {k: r[k] for k in keys}
+        for r in rows
+        if r["impl"] == OURS and r["source"] == "ids" and r["num_tokens"] in around[r["shape"]]
+    ]
     rows = [r for r in rows if r["num_tokens"] in TOKENS]
     summary: dict[str, Any] = {}
     for source in SOURCES:
@@ -292,7 +298,7 @@ def cells_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         peers = [
             r for r in rows
             if (r["shape"], r["num_tokens"]) == where and r["impl"] not in (OURS, OURS_FP8)
-            and r["error"] < WORST_ERROR
+            and (r["error"] or 0) < WORST_ERROR
         ]  # fmt: skip
         if not peers:
             continue
