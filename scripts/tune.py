@@ -1,4 +1,4 @@
-"""Writes configs/tuning/sm90, as `tune_fp8` does: times candidate tiles on the GPU that is here.
+"""The only writer of configs/tuning/sm90: times candidate tiles on the GPU that is here.
 
 ``--compile`` fills the kernel cache and needs no GPU; a machine without the compiler can then
 measure with that cache. Every candidate's numbers are checked before it is timed: against a float32

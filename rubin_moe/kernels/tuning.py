@@ -1,8 +1,8 @@
 """The only reader of ``configs/tuning``: measured tile choices. Standard library only.
 
-A file is one layer shape on one architecture, written by ``scripts/tune.py`` or ``tune_fp8.py``:
-its sizes, where and when it was measured, the best tiles of each number of tokens, and from which
-number on a kernel for many tokens takes over (``prefill_from``), if it was measured.
+A file is one layer shape on one architecture, written by ``scripts/tune.py``: its sizes, where and
+when it was measured, the best tiles of each number of tokens, and from which number on a kernel for
+many tokens takes over (``prefill_from``), if it was measured.
 """
 
 from __future__ import annotations
