@@ -357,18 +357,19 @@ def plot(report: Path, picture: Path, source: str = "ids") -> None:
             if line:
                 style: dict[str, Any] = {"color": f"C{i}", "linewidth": 1}
                 if impl in (OURS, OURS_FP8):
-                    style = {"color": "black", "linewidth": 2.2 if impl == OURS else 1.2}
+                    style = {"color": "black", "linewidth": 2.2 if impl == OURS else 1}
                 axis.plot(*zip(*sorted(line), strict=True), marker=".", label=impl, **style)
         floor = sorted((r["num_tokens"], r["floor_us"]) for r in here if r["impl"] == OURS)
         axis.plot(*zip(*floor, strict=True), "k:", label="floor")
         axis.set(title=shape, xscale="log", yscale="log", xlabel="tokens", xticks=TOKENS)
-        axis.set_xticklabels([str(m) for m in TOKENS])
+        axis.set_xticklabels([f"{m // 1024}k" if m >= 1024 else str(m) for m in TOKENS])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"us a layer, from {source}")
-    max(axes, key=lambda axis: len(axis.lines)).legend(fontsize=7)
+    lines = max(axes, key=lambda axis: len(axis.lines)).get_lines()
     figure.suptitle(f"{facts['device']}, {facts['date']}", fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(handles=lines, loc="lower center", ncol=len(lines), fontsize=8)
     figure.savefig(picture, dpi=90)
 
 
