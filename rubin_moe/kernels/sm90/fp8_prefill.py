@@ -219,11 +219,9 @@ class Fp8Gemm(PrefillGemm):
                         finish = self.finish_fc1 if self.fc1 else self.finish_fc2
                         finish(smem, warp, lane, acc, n, where, note, rows, out)
             else:
-                stage, parity = self.skip(smem, lane, stage, parity)
+                stage, parity = self.skip(smem, stage, parity)
             ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
+            ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
             noted = noted ^ half
             half = half ^ 1
             unit += grid
@@ -276,7 +274,7 @@ class Fp8Gemm(PrefillGemm):
                         wait(1)  # for the other tile's block before
                     if cutlass.const_expr(b + m == 0):  # noqa: SIM102  decided when compiling
                         if k > 0:
-                            self.leave(smem, lane, before)
+                            self.leave(smem, before)
             before = Int32(stage)
             stage, parity = self.next(stage, parity)
             k += 1
@@ -294,7 +292,7 @@ class Fp8Gemm(PrefillGemm):
                         fresh = Int32(0)
                         self.promote_sums(acc, totals, n)
         wait(0)
-        self.leave(smem, lane, before)
+        self.leave(smem, before)
         if cutlass.const_expr(self.promote > 0):
             for m in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(n // 4):

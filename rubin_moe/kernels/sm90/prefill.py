@@ -3,7 +3,7 @@
 A block walks units of 256 rows of weights x a pass (at most ``pass_tokens`` tokens of one expert).
 Weights are dequantized in registers as A, tokens are B in shared memory.
 
-    producer warps --full--> consumers --empty--> producer warps      a stage, 64 of K
+    producer warps --full--> consumers --empty--> producer warps      a stage of K
     FC2's other producers --noted--> consumers --read--> they         pairs and weights of a pass
 
 A warpgroup has two row tiles with registers for A each, so that the MMAs of one run while the other
@@ -117,13 +117,14 @@ class PrefillGemm:
     @cute.jit
     def set_up(self, smem, thread):
         """Barriers, and zeros where tokens will be: rows that a pass lacks are multiplied too."""
+        lanes = 32 * self.plan.consumers
         if thread < self.stages:
             arrivals = 1 + (32 * GATHERERS if self.fc1 else 0)
             ptx.mbarrier_init(smem + self.at["full"] + 8 * thread, arrivals)
-            ptx.mbarrier_init(smem + self.at["empty"] + 8 * thread, self.plan.consumers)
+            ptx.mbarrier_init(smem + self.at["empty"] + 8 * thread, lanes)
         if thread < 2:
             ptx.mbarrier_init(smem + self.at["noted"] + 8 * thread, 32 * GATHERERS)
-            ptx.mbarrier_init(smem + self.at["read"] + 8 * thread, self.plan.consumers)
+            ptx.mbarrier_init(smem + self.at["read"] + 8 * thread, lanes)
         ptx.mbarrier_init_fence()
         at = Int32(thread) * 16
         zeros = [Float32(0.0) for _ in range(4)]
@@ -326,25 +327,22 @@ class PrefillGemm:
                             note = (half, noted)
                             self.finish2(smem, warp, lane, acc, n, where, note, bias, out)
             else:
-                stage, parity = self.skip(smem, lane, stage, parity)
+                stage, parity = self.skip(smem, stage, parity)
             if cutlass.const_expr(not self.fc1):
                 ptx.mbarrier_wait(smem + self.at["noted"] + 8 * half, noted)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
+                ptx.mbarrier_arrive(smem + self.at["read"] + 8 * half)
                 noted = noted ^ half
                 half = half ^ 1
             unit += grid
         async_copy.bulk_wait()
 
     @cute.jit
-    def skip(self, smem, lane, stage, parity):
+    def skip(self, smem, stage, parity):
         """A unit of which this warpgroup has no rows."""
         k = Int32(0)
         while k < self.chunks:
             self.await_stage(smem, stage, parity)
-            cute.arch.sync_warp()
-            self.leave(smem, lane, stage)
+            self.leave(smem, stage)
             stage, parity = self.next(stage, parity)
             k += 1
         return stage, parity
@@ -355,10 +353,9 @@ class PrefillGemm:
         if self.fc1:
             ptx.fence_proxy_async()
 
-    @cute.jit
-    def leave(self, smem, lane, stage):
-        if lane == 0:
-            ptx.mbarrier_arrive(smem + self.at["empty"] + 8 * stage)
+    def leave(self, smem, stage):
+        """Each lane for its own reads."""
+        ptx.mbarrier_arrive(smem + self.at["empty"] + 8 * stage)
 
     @cute.jit
     def multiply(self, smem, warp, lane, stage, parity, n: cutlass.Constexpr):
@@ -387,7 +384,7 @@ class PrefillGemm:
                 wait(1)  # for the other tile's block before
                 if cutlass.const_expr(b == 0):  # noqa: SIM102  decided when compiling
                     if k > 0:
-                        self.leave(smem, lane, before)
+                        self.leave(smem, before)
                 self.decode(words, a[1])
                 start_block(sizes.kind, n, acc[1], a[1], rows + b * plan.token_bytes)
                 if cutlass.const_expr(b + 1 < self.blocks):
@@ -402,7 +399,7 @@ class PrefillGemm:
             before = now
             k += 1
         wait(0)
-        self.leave(smem, lane, before)
+        self.leave(smem, before)
         return acc, stage, parity
 
     @cute.jit

@@ -1,8 +1,9 @@
 """``wgmma`` that runs while its warpgroup prepares the next one. Device code.
 
 MMAs read A's registers and write accumulators until the `wait` that covers them. Until then nobody
-may touch either, the compiler included: accumulators are operands in place and A's registers are
-kept alive by `wait`.
+may touch either: accumulators are operands in place, and the caller has two sets of A. The
+assembler knows both where waits can be matched to products; that it does, in the kernels that it
+made, is read from their machine code (tests/kernels/sm90/test_prefill_sass.py).
 """
 
 import cutlass
