@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 import rubin_moe
+from rubin_moe import envs
+from rubin_moe.errors import ConfigError
 from rubin_moe.kernels.target import detect, installed_versions
 
 app = typer.Typer()
@@ -79,6 +81,16 @@ def driver_finding() -> Finding:
     return Finding("driver", True, path.read_text().splitlines()[0])
 
 
+def variables_finding() -> Finding:
+    """Whether a server would start with the environment variables that are set here."""
+    try:
+        envs.check()
+    except ConfigError as error:
+        return Finding("variables", False, str(error))
+    found = sorted(name for name in envs.VARIABLES if envs.text(name))
+    return Finding("variables", True, " ".join(f"{n}={envs.text(n)}" for n in found) or "none set")
+
+
 def findings() -> list[Finding]:
     """Everything that is looked at, in order."""
     versions = installed_versions()
@@ -88,6 +100,7 @@ def findings() -> list[Finding]:
         *(check(versions) for check in CHECKS),
         plugin_finding(),
         driver_finding(),
+        variables_finding(),
     ]
 
 

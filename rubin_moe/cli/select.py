@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from rubin_moe import envs
 from rubin_moe.kernels import registry
 from rubin_moe.kernels.base import MoEProblem, Target
 from rubin_moe.kernels.target import detect, named
@@ -17,7 +18,11 @@ app = typer.Typer()
 Where = Annotated[str, typer.Option(help="cpu, sm_107a, 10.7, or 'here'")]
 Backend = Annotated[str | None, typer.Option(help="the one backend wanted")]
 Activations = Annotated[
-    str, typer.Option(help="16bit, nvfp4-ue4m3, nvfp4-ue5m3, mxfp8, fp8-e4m3, int8, or 'auto'")
+    str,
+    typer.Option(
+        help="16bit, nvfp4-ue4m3, nvfp4-ue5m3, mxfp8, fp8-e4m3, int8, or 'auto': "
+        "RUBIN_MOE_ACTIVATION_FORMAT, else what suits model and target"
+    ),
 ]
 
 
@@ -47,19 +52,29 @@ def at(target: str) -> Target:
 
 
 def problem(model: ModelShape, where: Target, activations: str) -> MoEProblem:
-    """One layer as it would be served: weights in the format that the activations ask for.
+    """One layer as a server with these environment variables would serve it: weights in the format
+    that the activations ask for.
 
     Args:
-        activations: ``auto``: what a checkpoint without calibrated input scales gets there.
+        activations: ``auto``: those of ``RUBIN_MOE_ACTIVATION_FORMAT``, else what a checkpoint
+            without calibrated input scales gets there.
 
     Raises:
         FoldError: an unknown format, or one that these weights may not become.
+        ConfigError: a variable that does not exist or has a wrong value.
     """
+    envs.check()
     stored = model.problem()
     if activations == "auto":
-        activations = default_activations(stored.weight_format, "w4a4-dynamic", where.capability)
-    wanted = weight_format_for(stored.weight_format, activations)
-    return replace(stored, weight_format=wanted, activation_format=activations)  # type: ignore[arg-type]
+        activations = envs.text("RUBIN_MOE_ACTIVATION_FORMAT") or default_activations(
+            stored.weight_format, "w4a4-dynamic", where.capability
+        )
+    return replace(
+        stored,
+        weight_format=weight_format_for(stored.weight_format, activations),
+        activation_format=activations,  # type: ignore[arg-type]
+        batch_invariant=envs.flag("RUBIN_MOE_BATCH_INVARIANT", False),
+    )
 
 
 def formats(problem: MoEProblem) -> str:

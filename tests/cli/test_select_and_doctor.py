@@ -81,6 +81,39 @@ def test_plan_is_that_of_the_backend_that_select_names(where, weights, activatio
     assert all(name in printed for name in fields)
 
 
+def plans(model: str, *more: str) -> dict:
+    call = ("plan", model, "--target", "sm_90a", "--tokens", "1,4096", "--json", *more)
+    return json.loads(run(*call).stdout)
+
+
+def test_plan_is_that_of_a_server_with_these_variables(monkeypatch):
+    assert [p["kernel"] for p in plans("gpt-oss-20b")["plans"]] == ["decode", "prefill"]
+    monkeypatch.setenv("RUBIN_MOE_BATCH_INVARIANT", "1")
+    assert "prefill" not in [p["kernel"] for p in plans("gpt-oss-20b")["plans"]]
+    monkeypatch.setenv("RUBIN_MOE_ACTIVATION_FORMAT", "fp8-e4m3")
+    told = plans("gpt-oss-20b")
+    assert told["activations"] == "fp8-e4m3"
+    assert [p["kernel"] for p in told["plans"]] == ["fp8", "fp8"]
+    assert plans("gpt-oss-20b", "--activations", "16bit")["activations"] == "16bit"
+
+
+def test_select_refuses_the_variables_that_a_server_refuses(monkeypatch):
+    monkeypatch.setenv("RUBIN_MOE_BATCH_INVARIENT", "1")
+    error = run("select", "gpt-oss-20b", "--target", "sm_90a").exception
+    assert isinstance(error, ConfigError)
+    assert "RUBIN_MOE_BATCH_INVARIANT is near" in str(error)
+    found = {f.what: f for f in doctor.findings()}["variables"]
+    assert not found.ok
+    assert found.detail == str(error)
+
+
+def test_doctor_names_the_variables_that_are_set(monkeypatch):
+    monkeypatch.setenv("RUBIN_MOE_ACTIVATION_FORMAT", "fp8-e4m3")
+    found = doctor.variables_finding()
+    assert found.ok
+    assert "RUBIN_MOE_ACTIVATION_FORMAT=fp8-e4m3" in found.detail
+
+
 def test_plan_of_a_named_backend_gives_its_reason():
     result = run("plan", "gpt-oss-20b", "--target", "cpu", "--backend", "sm107")
     assert isinstance(result.exception, UnsupportedError)

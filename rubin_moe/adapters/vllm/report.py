@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from rubin_moe.kernels.registry import Selection
+from rubin_moe.loader.for_activations import FIRST_WITHOUT_16_BIT, default_activations
 from rubin_moe.loader.spec import ExpertsSpec
 
 SEPARATOR = " | "
@@ -41,11 +42,14 @@ class ServingReport:
                 f"a rank, zeros where it is padded"
             ] = None
         if spec.scheme != "w4a16" and p.activation_format == "16bit":
-            self._notes[
+            note = (
                 f"the checkpoint is {spec.scheme.upper()}; backend {selection.backend} reads "
-                f"{p.dtype} activations (W4A16) and ignores its input scales; "
-                f"RUBIN_MOE_ACTIVATION_FORMAT=nvfp4-ue4m3 computes with FP4 activations"
-            ] = None
+                f"{p.dtype} activations (W4A16) and ignores its input scales"
+            )
+            if selection.target.device == "cpu":  # no GPU that computes 16bit has them
+                theirs = default_activations(spec.fmt, spec.scheme, FIRST_WITHOUT_16_BIT)
+                note += f"; RUBIN_MOE_ACTIVATION_FORMAT={theirs} computes with quantized ones"
+            self._notes[note] = None
 
     def add_other(self, what: str) -> None:
         """Any other layer, by who computes it."""
