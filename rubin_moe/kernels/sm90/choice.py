@@ -1,7 +1,7 @@
 """Tiles for a problem and a number of tokens: measured ones, else a default. Standard library."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -36,8 +36,8 @@ _DECODE = tuple(
     for warps, blocks in ((24, 4), (20, 4), (16, 4), (12, 4), (8, 4), (8, 2), (4, 2), (4, 1))
 )
 _WIDE_PASSES = (16, 32, 80)
-_WIDE_FROM = 12  # tokens of an expert, on average, of shapes that were not measured
-_PREFILL_FROM = 48
+_WIDE_FROM = 12  # tokens of an expert, on average, of layers that have no prefill
+_PREFILL_FROM = 8  # of shapes that were not measured; four that were cross at 2.2 to 5.1
 SIGMAS = 1.2  # of an expert's number of tokens that default passes hold beyond the average
 AnyPlan = Plan | PrefillPlan
 AnyTiles = Tiles | WideTiles | PrefillTiles
@@ -60,17 +60,26 @@ def max_tokens(problem: MoEProblem) -> int:
     return MAX_PAIRS // problem.top_k
 
 
+def held(problem: MoEProblem) -> float:
+    """The part of the model's experts that this rank has, hence of its tokens' pairs, on average.
+    Tiles suit that many; tables and scratch hold any routing."""
+    return min(1.0, problem.num_experts / problem.global_num_experts)
+
+
+def tokens_an_expert(problem: MoEProblem, num_tokens: int) -> float:
+    """On average."""
+    return num_tokens * problem.top_k * held(problem) / problem.num_experts
+
+
 def prefill_from(problem: MoEProblem) -> int | None:
     """The number of tokens from which the prefill's kernels compute; None: never. They add in
     another order, so a layer whose rows may not depend on their number has none."""
     if problem.batch_invariant:
         return None
-    sizes = sizes_of(problem)
-    measured = tuning.prefill_from("sm90", shape_key(sizes))
-    if measured is not None:
-        return measured
-    many = _PREFILL_FROM * sizes.num_experts // sizes.top_k
-    return min(max_tokens(problem) + 1, max(many, 1))
+    many = tuning.prefill_from("sm90", shape_key(sizes_of(problem)))
+    if many is None:
+        many = _PREFILL_FROM * problem.num_experts // problem.top_k
+    return min(max_tokens(problem) + 1, max(math.ceil(many / held(problem)), 1))
 
 
 @lru_cache(maxsize=65536)
@@ -83,17 +92,17 @@ def choose(problem: MoEProblem, num_tokens: int) -> AnyPlan:
     """
     least = prefill_from(problem)
     if least is not None and num_tokens >= least:
-        return _choose_prefill(sizes_of(problem), num_tokens)
+        return _choose_prefill(problem, num_tokens)
     return _choose_decode(problem, num_tokens)
 
 
 def _choose_decode(problem: MoEProblem, num_tokens: int) -> Plan:
-    pairs = min(num_tokens, max_tokens(problem)) * problem.top_k
-    bucket = next(b for b in BUCKETS if b >= pairs)
+    at_once = min(num_tokens, max_tokens(problem))
+    bucket = next(b for b in BUCKETS if b >= at_once * problem.top_k)
     sizes = sizes_of(problem)
-    measured = tuning.nearest("sm90", shape_key(sizes), num_tokens, lambda t: not of_prefill(t))
+    measured = _measured(problem, num_tokens, lambda tiles: not of_prefill(tiles))
     first = () if measured is None else _smaller(tiles_of(measured))
-    for tiles in (*first, *_defaults(pairs / sizes.num_experts)):
+    for tiles in (*first, *_defaults(tokens_an_expert(problem, at_once))):
         try:
             return check(plan_of(sizes, tiles, bucket))
         except PlanError:
@@ -101,12 +110,20 @@ def _choose_decode(problem: MoEProblem, num_tokens: int) -> Plan:
     raise PlanError(f"hidden {problem.hidden}: no tiles fit into shared memory")
 
 
-def _choose_prefill(sizes: LayerSizes, num_tokens: int) -> PrefillPlan:
-    measured = tuning.nearest("sm90", shape_key(sizes), num_tokens, of_prefill)
+def _choose_prefill(problem: MoEProblem, num_tokens: int) -> PrefillPlan:
+    sizes, measured = sizes_of(problem), _measured(problem, num_tokens, of_prefill)
     if measured is not None:
         return check_prefill(PrefillPlan(sizes, PrefillTiles(**measured)))
-    each = num_tokens * sizes.top_k / sizes.num_experts
+    each = tokens_an_expert(problem, num_tokens)
     return check_prefill(PrefillPlan(sizes, tiles_for(sizes, pass_that_holds(each, SIGMAS, 16))))
+
+
+def _measured(
+    problem: MoEProblem, num_tokens: int, accept: Callable[[Mapping[str, Any]], bool]
+) -> dict[str, Any] | None:
+    """Files have the times of a rank with all experts: fewer tokens give as many pairs there."""
+    alike = round(num_tokens * held(problem))
+    return tuning.nearest("sm90", shape_key(sizes_of(problem)), alike, accept)
 
 
 def pass_that_holds(each: float, sigmas: float, step: int = 8, more: int = 0) -> int:
@@ -144,7 +161,8 @@ def _defaults(tokens: float) -> Iterator[Tiles | WideTiles]:
 
 
 def choices(problem: MoEProblem, most: int = 1 << 15) -> set[AnyPlan]:
-    """Every plan that up to ``most`` tokens may choose: what to compile ahead of serving."""
+    """Every plan that up to ``most`` tokens may choose, with 16-bit activations: what to compile
+    ahead of serving."""
     few = range(1, max_tokens(problem) + 1)
     return {choose(problem, m) for m in (*few, *range(few[-1], most + 1, 16))}
 

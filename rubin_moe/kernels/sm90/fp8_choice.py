@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from rubin_moe.errors import PlanError
 from rubin_moe.kernels.base import MoEProblem
-from rubin_moe.kernels.sm90.choice import sizes_of
+from rubin_moe.kernels.sm90.choice import sizes_of, tokens_an_expert
 from rubin_moe.kernels.sm90.fp8_plan import Fp8Plan, Fp8Sizes, Fp8Tiles, check_fp8, fp8_sizes
 from rubin_moe.kernels.sm90.prefill_plan import MAX_PASS
 
@@ -27,7 +27,7 @@ def choose_fp8(problem: MoEProblem, num_tokens: int) -> Fp8Plan:
     """
     sizes = fp8_sizes(sizes_of(problem))
     near = 2 ** round(math.log2(max(1, num_tokens)))
-    each = near * sizes.top_k / sizes.num_experts
+    each = tokens_an_expert(problem, near)
     most = each + _BEYOND * math.sqrt(each)
     size = max(_LEAST_PASS, 8 * math.ceil(most / math.ceil(most / MAX_PASS) / 8))
     return with_stages(sizes, Fp8Tiles(size, int(size > _LEAST_PASS), promote=_PROMOTE))

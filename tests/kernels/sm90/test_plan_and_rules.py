@@ -63,6 +63,35 @@ def test_many_tokens_get_the_kernels_for_prefill(name):
     assert choice.prefill_from(problem(PUBLISHED[name], batch_invariant=True)) is None
 
 
+def test_prefill_takes_over_at_8_tokens_an_expert_where_nobody_measured():
+    asked = problem((64, 4, 1024, 512, NVFP4_UE4M3))
+    assert choice.prefill_from(asked) == 64 * 8 // 4
+    many_experts = problem((512, 8, 1024, 512, NVFP4_UE4M3))
+    assert choice.prefill_from(many_experts) == 2048 // 8 + 1  # else several launches
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+@pytest.mark.parametrize("num_tokens", [1, 100, 2000, 50_000])
+@pytest.mark.parametrize("sizes", [(16, 4, 1024, 512, MXFP4), PUBLISHED["gpt-oss"]])
+def test_a_rank_with_some_of_the_experts_meets_fewer_pairs(sizes, num_tokens, ranks):
+    """Tiles of ``ranks`` times the tokens are those of a rank that has all of these experts."""
+    whole, shared = problem(sizes), problem(sizes, global_num_experts=ranks * sizes[0])
+    most = 2048 // sizes[1]
+    least, first = choice.prefill_from(whole), choice.prefill_from(shared)
+    assert first == min(ranks * least, most + 1)
+    if num_tokens >= least:
+        plan = choice.choose(shared, ranks * num_tokens)
+        assert plan == choice.choose(whole, num_tokens)
+    few = choice.choose(shared, min(first - 1, ranks * num_tokens))
+    assert few.max_pairs >= min(first - 1, ranks * num_tokens) * sizes[1]  # all may come here
+    fp8 = {"weight_format": MXFP4, "activation_format": "fp8-e4m3"}
+    alone = choose_fp8(problem(sizes, **fp8), num_tokens)
+    assert (
+        choose_fp8(problem(sizes, **fp8, global_num_experts=ranks * sizes[0]), ranks * num_tokens)
+        == alone
+    )
+
+
 @pytest.mark.parametrize("num_tokens", [1, 200, 4096, 10**6])
 def test_fp8_activations_have_a_plan_for_every_number_of_tokens(num_tokens):
     asked = problem(PUBLISHED["gpt-oss"], activation_format="fp8-e4m3")
