@@ -171,11 +171,8 @@ ONE_LAUNCH = {
 
 @pytest.mark.parametrize("kernel", ONE_LAUNCH)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_the_sanitizer_finds_nothing(tool, kernel, request):
+def test_the_sanitizer_finds_nothing(tool, kernel):
     """In a process of its own."""
-    if (tool, kernel) == ("racecheck", "prefill"):
-        reason = "it does not follow __syncwarp to one lane's arrival (docs/notes/hopper.md)"
-        request.applymarker(pytest.mark.xfail(reason=reason))
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
