@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rubin_moe.emulator.forms import Family, UnsupportedInstructionError
-from rubin_moe.emulator.lower import UNIT_FAMILIES, Lowered, Segment, branch_target, registers_in
+from rubin_moe.emulator.lower import Lowered, Segment, branch_target
 from rubin_moe.emulator.native.ir import (
     I1,
     I32,
@@ -545,11 +545,3 @@ def generate(em: Emitter, emitters: dict[str, EmitFunction]) -> str:
         b.ret(Outcome.TRAP)
     body = b.function(KERNEL_SYMBOL, I32, [("S", PTR)])
     return "\n".join([*sorted(em.declarations), body])
-
-
-def unit_vectors(ins: Instruction, family: Family, lowered: Lowered) -> list[str]:
-    """Registers that must be in the state block when Python performs the instruction."""
-    if family.name not in UNIT_FAMILIES:
-        return []
-    operands = [op for op in ins.operands if isinstance(op, Vec)]
-    return [name for operand in operands for name in registers_in(operand, lowered.entry)]

@@ -1,4 +1,4 @@
-"""What the slow CPU mode with the numerics of Hopper's FP8 MMA computes. Standard library only.
+"""What the slow CPU mode with the roundings of Hopper's FP8 kernels does. Standard library only.
 
 Chosen by an activation format that no other CPU backend has; nobody gets it without asking.
 """
@@ -15,7 +15,7 @@ def why_not(problem: MoEProblem, target: Target) -> str | None:
     if target.device != "cpu":
         return f"computes on the CPU, and the layer's tensors are on {target}"
     if problem.activation_format != "fp8-e4m3":
-        return f"{problem.activation_format} activations; computes fp8-e4m3 as wgmma does"
+        return f"{problem.activation_format} activations; computes fp8-e4m3 only"
     if problem.weight_format != MXFP4:
         return f"{problem.weight_format} weights; fp8-e4m3 activations go with mxfp4"
     if problem.dtype not in DTYPES:

@@ -121,8 +121,6 @@ class Fp8Prefill(Prefill):
         out: Tensor,
     ) -> None:
         m, blocks, at, nbytes = x.shape[0], self._num_blocks, {}, 0
-        if m == 0:
-            return
         for name, size in fp8_workspace_bytes(self.plan, m, blocks).items():
             at[name] = nbytes
             nbytes += -(-size // AREA_ALIGN) * AREA_ALIGN
