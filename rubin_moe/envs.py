@@ -41,6 +41,10 @@ _VALUES = {
 }
 
 
+_COUNTS = {"RUBIN_MOE_NUM_THREADS": 1024}
+"""The most that makes sense: no machine has more cores, and OpenMP dies of a hundred times that."""
+
+
 def check() -> None:
     """Called when a server starts: a misspelt variable would else do nothing, and a wrong value
     stop the first layer after minutes.
@@ -56,6 +60,8 @@ def check() -> None:
     for name, values in _VALUES.items():
         if text(name) not in ("", *values):
             raise ConfigError(f"{name}={text(name)!r}: expected {', '.join(values)}")
+    for name in _COUNTS:
+        count(name)
 
 
 def text(name: str, default: str = "") -> str:
@@ -71,6 +77,16 @@ def flag(name: str, default: bool) -> bool:
     if value not in ("", "0", "1"):
         raise ConfigError(f"{name}={value!r}: expected 0 or 1")
     return default if value == "" else value == "1"
+
+
+def count(name: str) -> int | None:
+    """A variable that is a number from 1 on; None where it is not set."""
+    value = text(name)
+    if not value:
+        return None
+    if not value.isdecimal() or not 1 <= int(value) <= _COUNTS[name]:
+        raise ConfigError(f"{name}={value!r}: expected 1 to {_COUNTS[name]}")
+    return int(value)
 
 
 def choice(name: str, values: tuple[str, ...]) -> str:

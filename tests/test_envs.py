@@ -28,6 +28,7 @@ def clean(monkeypatch):
         ("RUBIN_MOE_FOLD", "fold", "RUBIN_MOE_FOLD='fold': expected none, exact, full"),
         ("RUBIN_MOE_ACTIVATION_FORMAT", "fp4", "'fp4': expected 16bit, nvfp4-ue4m3"),
         ("RUBIN_MOE_DETERMINISTIC", "yes", "expected 0, 1"),
+        ("RUBIN_MOE_NUM_THREADS", "many", "RUBIN_MOE_NUM_THREADS='many': expected 1 to 1024"),
     ],
 )
 def test_what_cannot_be_is_named(monkeypatch, name, value, message):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from rubin_moe.errors import ConfigError
 from rubin_moe.formats.spec import BlockFormat
 from rubin_moe.kernels.activation import Activation
 
@@ -40,6 +41,9 @@ class MoEProblem:
         batch_invariant: a row independent of its batch whatever its size, bit for bit.
         input_scale: of UE4M3 activations of FC1: the layer's largest, or each expert's own
             (`kernels.input_scales`).
+
+    Raises:
+        ConfigError: a size below 1.
     """
 
     num_experts: int
@@ -56,6 +60,11 @@ class MoEProblem:
     deterministic: bool = True
     batch_invariant: bool = False
     input_scale: InputScale = "layer"
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "global_num_experts", "top_k", "hidden", "intermediate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: expected 1 or more")
 
 
 @dataclass(frozen=True)

@@ -36,22 +36,28 @@ def problem_of(
 
     Args:
         global_num_experts: of the whole model; default the local number.
+
+    Raises:
+        ConfigError: names the layer and a size below 1.
     """
-    return MoEProblem(
-        num_experts=weights.num_experts,
-        global_num_experts=global_num_experts or weights.num_experts,
-        top_k=top_k,
-        hidden=weights.hidden,
-        intermediate=weights.intermediate,
-        weight_format=weights.fmt,
-        activation=activation,
-        activation_format=activation_format,
-        dtype=str(dtype).removeprefix("torch."),
-        has_bias=weights.has_bias,
-        router_weight_on_input=router_weight_on_input,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-    )
+    try:
+        return MoEProblem(
+            num_experts=weights.num_experts,
+            global_num_experts=global_num_experts or weights.num_experts,
+            top_k=top_k,
+            hidden=weights.hidden,
+            intermediate=weights.intermediate,
+            weight_format=weights.fmt,
+            activation=activation,
+            activation_format=activation_format,
+            dtype=str(dtype).removeprefix("torch."),
+            has_bias=weights.has_bias,
+            router_weight_on_input=router_weight_on_input,
+            deterministic=deterministic,
+            batch_invariant=batch_invariant,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{weights.name}: {error}") from error
 
 
 class MoEExperts:
@@ -201,8 +207,6 @@ def _check_problem(weights: ExpertWeights, problem: MoEProblem) -> None:
             )
     if problem.batch_invariant and not problem.deterministic:
         raise ConfigError(f"{weights.name}: batch invariance asks for deterministic runs")
-    if problem.top_k < 1:
-        raise ConfigError(f"{weights.name}: top-{problem.top_k}, expected at least one expert")
     last = max(weights.expert_ids, default=-1)
     if last >= problem.global_num_experts:
         raise ConfigError(

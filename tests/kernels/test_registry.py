@@ -102,3 +102,9 @@ def test_who_wants_the_fast_one_alone_gets_it_or_an_error(monkeypatch, variable,
     assert registry.select(problem(), gpu(9, 0)).backend == "sm90"
     with pytest.raises(UnsupportedError, match="hidden 72: a multiple of 16"):
         registry.select(problem(**ODD), gpu(9, 0))
+
+
+@pytest.mark.parametrize("name", ["num_experts", "top_k", "hidden", "intermediate"])
+def test_a_problem_of_nothing_is_refused_by_its_size(name):
+    with pytest.raises(ConfigError, match=f"{name} 0: expected 1 or more"):
+        problem(**{name: 0})

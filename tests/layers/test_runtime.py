@@ -249,12 +249,18 @@ def test_weights_and_problem_must_agree():
         ({"hidden": 32}, "hidden of the weights 64, of the problem 32"),
         ({"activation": Activation("relu2")}, "gated of the weights True"),
         ({"global_num_experts": 4}, "holds expert 7 of a model of 4"),
-        ({"top_k": 0}, "top-0, expected at least one expert"),
         ({"router_weight_on_input": True}, "top-1 only, not top-2"),
         ({"batch_invariant": True, "deterministic": False}, "asks for deterministic runs"),
     ):
         with pytest.raises(ConfigError, match=message):
             MoEExperts(weights, replace(problem, **change), Target("cpu"))
+
+
+def test_a_problem_of_nothing_names_the_layer():
+    case = one_a_backend()[0].values[0]
+    weights = backends.weights_of(layer_for(case))
+    with pytest.raises(ConfigError, match=f"{weights.name}: top_k 0: expected 1 or more"):
+        problem_of(weights, 0, Activation(), torch.float32)
 
 
 def test_an_activation_format_chooses_the_slow_mode_and_nobody_gets_it_unasked():

@@ -16,25 +16,15 @@ from functools import cache
 import torch
 
 from rubin_moe import envs
-from rubin_moe.errors import ConfigError
 
 log = logging.getLogger(__name__)
 Launch = Callable[[int, int, int], None]
 """Function address, argument address, number of threads."""
 
 
-MAX_THREADS = 1024
-"""More than any machine has cores for; OpenMP runtimes die of a hundred times that."""
-
-
 def num_threads() -> int:
     """``RUBIN_MOE_NUM_THREADS``, else torch's own setting."""
-    text = envs.text("RUBIN_MOE_NUM_THREADS")
-    if not text:
-        return torch.get_num_threads()
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_THREADS:
-        raise ConfigError(f"RUBIN_MOE_NUM_THREADS={text!r}: expected 1 to {MAX_THREADS}")
-    return int(text)
+    return envs.count("RUBIN_MOE_NUM_THREADS") or torch.get_num_threads()
 
 
 @cache

@@ -23,11 +23,11 @@ from rubin_moe.kernels.sm90.fp8_plan import STAGE_K, Fp8Plan, check_fp8
 from rubin_moe.kernels.sm90.fp8_scales import fp8_scales
 from rubin_moe.kernels.sm90.host import Sm90Experts, Sm90Kernel
 from rubin_moe.kernels.sm90.prefill_host import (
-    AREA_ALIGN,
     DTYPES,
     SORT_COUNTER,
     Prefill,
     PrefillKernels,
+    areas_of,
     sort_plan_of,
     workspace_bytes,
 )
@@ -120,14 +120,9 @@ class Fp8Prefill(Prefill):
         expert_map: Tensor | None,
         out: Tensor,
     ) -> None:
-        m, blocks, at, nbytes = x.shape[0], self._num_blocks, {}, 0
-        for name, size in fp8_workspace_bytes(self.plan, m, blocks).items():
-            at[name] = nbytes
-            nbytes += -(-size // AREA_ALIGN) * AREA_ALIGN
-        work = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-        counts, passes, pairs, tokens, h, y, x8, x_scale, h8, h_scale = (
-            At(work, byte) for byte in at.values()
-        )
+        m, blocks = x.shape[0], self._num_blocks
+        areas = areas_of(fp8_workspace_bytes(self.plan, m, blocks), x.device)
+        counts, passes, pairs, tokens, h, y, x8, x_scale, h8, h_scale = areas
         counter = At(self._counters(x.device), 4 * SORT_COUNTER)
         k, launch = self.kernels, self._launch
         launch(k.sort, blocks, [ids, expert_map, x, counts, passes, pairs, tokens, counter, m])

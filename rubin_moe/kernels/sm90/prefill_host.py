@@ -6,7 +6,7 @@ is read by the host, so that a graph may be replayed with another routing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -122,18 +122,25 @@ class Prefill:
         expert_map: Tensor | None,
         out: Tensor,
     ) -> None:
-        m, blocks, at, nbytes = x.shape[0], self._num_blocks, {}, 0
-        for name, size in workspace_bytes(self.plan, m, blocks).items():
-            at[name] = nbytes
-            nbytes += -(-size // AREA_ALIGN) * AREA_ALIGN
-        work = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-        counts, passes, pairs, tokens, h, y = (At(work, byte) for byte in at.values())
+        m, blocks = x.shape[0], self._num_blocks
+        areas = areas_of(workspace_bytes(self.plan, m, blocks), x.device)
+        counts, passes, pairs, tokens, h, y = areas
         counter = At(self._counters(x.device), 4 * SORT_COUNTER)
         k, launch = self.kernels, self._launch
         launch(k.sort, blocks, [ids, expert_map, x, counts, passes, pairs, tokens, counter, m])
         launch(k.fc1, blocks, [w.w13, w.alpha13, w.bias13, tokens, passes, pairs, None, h])
         launch(k.fc2, blocks, [w.w2, w.alpha2, w.bias2, h, passes, pairs, weights, y])
         launch(k.total, sum_blocks(m, x.shape[1], blocks), [y, ids, expert_map, out, m])
+
+
+def areas_of(nbytes: Mapping[str, int], device: torch.device) -> list[At]:
+    """Areas of these sizes in bytes, in order, of one allocation; what is in them is undefined."""
+    starts, end = [], 0
+    for size in nbytes.values():
+        starts.append(end)
+        end += -(-size // AREA_ALIGN) * AREA_ALIGN
+    work = torch.empty(end, dtype=torch.uint8, device=device)
+    return [At(work, start) for start in starts]
 
 
 @lru_cache(maxsize=256)

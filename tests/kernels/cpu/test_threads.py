@@ -3,13 +3,13 @@
 import pytest
 
 from rubin_moe.errors import ConfigError
-from rubin_moe.kernels.cpu.threads import MAX_THREADS, num_threads
+from rubin_moe.kernels.cpu.threads import num_threads
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "abc", "²", "1.5", str(MAX_THREADS + 1)])
+@pytest.mark.parametrize("text", ["0", "-1", "abc", "²", "1.5", "1025"])
 def test_a_number_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv("RUBIN_MOE_NUM_THREADS", text)
-    with pytest.raises(ConfigError, match=f"expected 1 to {MAX_THREADS}"):
+    with pytest.raises(ConfigError, match="expected 1 to 1024"):
         num_threads()
 
 
