@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,15 +12,15 @@ from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.epilogue import activate
 
 
-class ExpertByExpert:
+class ExpertByExpert(ABC):
     """``ExpertsKernel`` but for ``prepare``; a subclass says what one GEMM is."""
 
     def __init__(self, problem: MoEProblem) -> None:
         self.problem = problem
 
+    @abstractmethod
     def gemm(self, prepared: Any, rows: Tensor, which: str, expert: int) -> Tensor:
         """float32 ``[m, K]`` -> ``[m, N]`` in real units, bias added; ``which``: w13 or w2."""
-        raise NotImplementedError
 
     def run(
         self,
