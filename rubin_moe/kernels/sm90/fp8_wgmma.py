@@ -4,12 +4,10 @@ As `prefill_wgmma`: until the wait that covers a group nobody may touch its regi
 """
 
 from cutlass import Float32, Uint32
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.arch import inline_ptx
 
 from rubin_moe.kernels.cute import fp8
-from rubin_moe.kernels.sm90.prefill_wgmma import HIGH_BITS, LOW_BITS
+from rubin_moe.kernels.sm90.wgmma import HIGH_BITS, in_place, low_word
 
 DEPTH = 2  # MMAs of 32 in a block of 64
 
@@ -37,17 +35,8 @@ def start_fp8(n: int, acc, a, tokens, accumulate):
             f"{{{registers}}}, desc, {'1' if j else 'add'}, 1, 1;",
         ]
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
-    low = (Uint32(tokens) >> Uint32(4)) | Uint32(LOW_BITS)
-    values = [Float32(acc[i]).ir_value() for i in range(number)]
-    values += [Uint32(v).ir_value() for v in (*(a[i] for i in range(4 * DEPTH)), low, accumulate)]
-    constraints = ["=f"] * number + [str(i) for i in range(number)] + ["r"] * (4 * DEPTH + 2)
-    f32 = ir.F32Type.get()
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * number), values, "\n".join(lines),
-        ",".join(constraints), has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT,
-    )  # fmt: skip
-    for i in range(number):
-        acc[i] = Float32(llvm.extractvalue(f32, result, [i]))
+    others = [*(a[i] for i in range(4 * DEPTH)), low_word(tokens), accumulate]
+    in_place(acc, number, lines, others)
 
 
 def decode_word(word, table_low, table_high) -> list[Uint32]:

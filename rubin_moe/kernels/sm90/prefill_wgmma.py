@@ -7,13 +7,8 @@ made, is read from their machine code (tests/kernels/sm90/test_prefill_sass.py).
 """
 
 import cutlass
-from cutlass import Float32, Uint32
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
 
-DEPTH = 4  # MMAs of 16 in a block of 64
-HIGH_BITS = 0x40000040  # of a descriptor: 128-byte swizzle, eight rows are 1024 bytes
-LOW_BITS = 1 << 16
+from rubin_moe.kernels.sm90.wgmma import DEPTH, HIGH_BITS, in_place, low_word
 
 
 def start_block(kind: str, n: int, acc, a, tokens):
@@ -34,17 +29,7 @@ def start_block(kind: str, n: int, acc, a, tokens):
             f"{{{registers}}}, desc, 1, 1, 1, 0;",
         ]
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
-    low = (Uint32(tokens) >> Uint32(4)) | Uint32(LOW_BITS)
-    values = [Float32(acc[i]).ir_value() for i in range(number)]
-    values += [Uint32(v).ir_value() for v in (*(a[i] for i in range(4 * DEPTH)), low)]
-    constraints = ["=f"] * number + [str(i) for i in range(number)] + ["r"] * (4 * DEPTH + 1)
-    f32 = ir.F32Type.get()
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * number), values, "\n".join(lines),
-        ",".join(constraints), has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT,
-    )  # fmt: skip
-    for i in range(number):
-        acc[i] = Float32(llvm.extractvalue(f32, result, [i]))
+    in_place(acc, number, lines, [*(a[i] for i in range(4 * DEPTH)), low_word(tokens)])
 
 
 def wait(pending: int):

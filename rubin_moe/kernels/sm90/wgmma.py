@@ -1,6 +1,5 @@
 """``wgmma`` with weights in registers and accumulators that stay where they are. Device code."""
 
-import cutlass
 from cutlass import Float32, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
@@ -32,20 +31,24 @@ def multiply_block(kind: str, n: int, chains: int, acc, a, tokens):
             f"{{{', '.join(registers[4 * j : 4 * j + 4])}}}, desc, 1, 1, 1, 0;",
         ]
     lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
-    low = (Uint32(tokens) >> Uint32(4)) | Uint32(LOW_BITS)
-    _in_place(acc, "\n".join(lines), [*(v for four in a for v in four), low])
+    in_place(acc, number, lines, [*(v for four in a for v in four), low_word(tokens)])
 
 
-def _in_place(acc, text: str, registers):
-    """One piece of PTX whose first operands are ``acc``'s registers, read and written."""
-    number = cutlass.cute.size(acc)
+def low_word(tokens):
+    """Of the descriptor of rows at an address in shared memory."""
+    return (Uint32(tokens) >> Uint32(4)) | Uint32(LOW_BITS)
+
+
+def in_place(acc, number: int, lines: list[str], registers):
+    """One piece of PTX whose first operands are ``number`` of ``acc``'s registers, read and
+    written, each with one operand; then come ``registers``."""
     values = [Float32(acc[i]).ir_value() for i in range(number)]
     values += [Uint32(r).ir_value() for r in registers]
     constraints = ["=f"] * number + [str(i) for i in range(number)] + ["r"] * len(registers)
     f32 = ir.F32Type.get()
     result = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * number), values, text, ",".join(constraints),
-        has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT,
+        llvm.StructType.get_literal([f32] * number), values, "\n".join(lines),
+        ",".join(constraints), has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT,
     )  # fmt: skip
     for i in range(number):
         acc[i] = Float32(llvm.extractvalue(f32, result, [i]))
