@@ -33,7 +33,9 @@ class Library:
         machine = _machine(isa)
         module.triple = binding.get_process_triple()
         text = str(module)
-        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+        self._engine = binding.create_mcjit_compiler(
+            binding.parse_assembly(""), machine, use_lmm=True
+        )
         self._engine.add_object_file(
             binding.ObjectFileRef.from_data(_object_code(text, isa, machine))
         )
