@@ -8,6 +8,7 @@ from rubin_moe.formats.e4m3 import decode
 from rubin_moe.formats.fp8_rows import quantize_rows
 from rubin_moe.formats.quantize import dequantize
 from rubin_moe.kernels.epilogue import activate
+from rubin_moe.kernels.sm90.fp8_choice import choose_fp8
 from rubin_moe.kernels.sm90.fp8_plan import Fp8Tiles
 from tests.layers.backends import weights_of
 from tests.oracles import moe, problems
@@ -44,14 +45,23 @@ def by_torch(
 
 
 @pytest.mark.parametrize("kind", ["uniform", "power_law", "one_expert"])
-@pytest.mark.parametrize("tiles", [Fp8Tiles(), Fp8Tiles(144, stages13=4, stages2=4)], ids=str)
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        pytest.param(Fp8Tiles(), id="promoted"),
+        pytest.param(Fp8Tiles(144, stages13=4, stages2=4), id="wide"),
+        pytest.param(None, id="served"),
+    ],
+)
 def test_sizes_of_gpt_oss(tiles, kind):
-    """Long sums, promoted; two to 3000 tokens an expert. An element that falls to the other side of
-    a rounding boundary moves by 6 %, and about one in fifty does."""
+    """Long sums, promoted or as served; two to 3000 tokens an expert. An element that falls to the
+    other side of a rounding boundary moves by 6 %, and about one in fifty does."""
     layer = problems.layer(
         3, "mxfp4", 6, 2880, 2880, "swigluoai", True, limit=7.0, act_fmt="fp8-e4m3"
     )
-    kernel = kernel_of(layer, tiles=tiles, machine=GPU)
+    kernel = kernel_of(layer, tiles=tiles or Fp8Tiles(), machine=GPU)
+    if tiles is None:
+        kernel.tiles = choose_fp8(kernel.problem, 3000).tiles
     prepared = kernel.prepare(weights_of(layer))
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(3000, 2880, generator=generator, device="cuda").bfloat16()
