@@ -59,6 +59,10 @@ class EmulatorLauncher:
             self.reports.append(report)
         logger.debug("%s", report)
 
+    def load(self, kernel: CompiledKernel) -> None:
+        """Reads its PTX."""
+        self._kernel(kernel)
+
     def _kernel(self, kernel: CompiledKernel) -> Kernel:
         if kernel.key not in self._kernels:
             module = load_ptx(

@@ -17,6 +17,8 @@ VARIABLES = {
     "RUBIN_MOE_DETERMINISTIC": "1: bit-equal runs (default 1)",
     "RUBIN_MOE_BATCH_INVARIANT": "1: a token's result depends on nothing else in its batch, decode "
     "or prefill, which costs prefill speed on Hopper (default: vLLM's VLLM_BATCH_INVARIANT)",
+    "RUBIN_MOE_WARM_UP": "1: compile at load what the engine's steps can need, 0: at first use "
+    "(default 1)",
     "RUBIN_MOE_CACHE_DIR": "compiled kernels and derived files (default: the user cache folder)",
     "RUBIN_MOE_NUM_THREADS": "threads of the CPU backend (default: torch's own setting)",
 }
@@ -38,6 +40,7 @@ _VALUES = {
     "RUBIN_MOE_FOLD": ("none", "exact", "full"),
     "RUBIN_MOE_DETERMINISTIC": ("0", "1"),
     "RUBIN_MOE_BATCH_INVARIANT": ("0", "1"),
+    "RUBIN_MOE_WARM_UP": ("0", "1"),
 }
 
 

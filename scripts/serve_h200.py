@@ -173,10 +173,10 @@ def compile() -> None:
     from h200_layer import compile_all
     from h200_models import problem_of_shape, problems_of
 
-    from rubin_moe.kernels.sm90.choice import choices
+    from rubin_moe.kernels.sm90.calls import choices
 
     problems = problems_of(KJV) | {problem_of_shape(name) for name in MODELS[1:]}
-    compile_all((plan, p.activation, p.has_bias) for p in problems for plan in choices(p))
+    compile_all((plan, p.activation, p.has_bias) for p in problems for plan in choices(p, STEP))
 
 
 @app.command(name="all")

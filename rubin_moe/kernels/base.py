@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from rubin_moe.errors import ConfigError
 from rubin_moe.formats.spec import BlockFormat
@@ -147,4 +147,17 @@ class ExpertsKernel(Protocol):
             topk_weights: float32 ``[M, top_k]``.
             expert_map: int32 ``[global_num_experts]``: global id -> local id or -1 (not here).
             out: ``[M, hidden]`` of x's dtype, or None to allocate.
+        """
+
+
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """An `ExpertsKernel` that knows all device code which its calls can need."""
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Has every kernel that a call of 1 to ``num_tokens`` tokens can need compiled, or read
+        from the cache, and loaded: such calls then compile nothing, captured in a graph or not.
+
+        Raises:
+            ConfigError: one was never compiled here, and its compiler is not installed.
         """

@@ -59,6 +59,9 @@ class Launcher(Protocol):
     def launch(self, kernel: CompiledKernel, grid: int, args: Sequence[Argument]) -> None:
         """One launch of ``grid`` blocks."""
 
+    def load(self, kernel: CompiledKernel) -> None:
+        """Does what the first launch of ``kernel`` would do beforehand."""
+
 
 _FACTORIES: dict[str, Callable[[], Launcher]] = {}
 _lock = threading.Lock()
@@ -170,6 +173,10 @@ class DriverLauncher:
         code = self._launch(*ready.arguments)
         if code:
             self._fail("cuLaunchKernelEx", code)
+
+    def load(self, kernel: CompiledKernel) -> None:
+        """Onto the current device, whose context is there; not while a stream is captured."""
+        self._function(kernel, torch.cuda.current_device())
 
     def _ready(self, kernel: CompiledKernel, device: int, number: int) -> _Ready:
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rubin_moe.errors import ConfigError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.kernels.activation import Activation
-from rubin_moe.kernels.base import ActivationFormat, MoEProblem, Target
+from rubin_moe.kernels.base import ActivationFormat, CompilesAhead, MoEProblem, Target
 from rubin_moe.kernels.registry import select
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,16 @@ class MoEExperts:
             self._expert_map.copy_(own)
         else:
             self._expert_map = own
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Compile and load now what calls of up to ``num_tokens`` tokens can need, where the
+        backend compiles ahead; call it before serving or capturing.
+
+        Raises:
+            ConfigError: a kernel was never compiled here, and its compiler is not installed.
+        """
+        if isinstance(self._kernel, CompilesAhead):
+            self._kernel.warm_up(num_tokens)
 
     def __call__(
         self,

@@ -15,6 +15,7 @@ from rubin_moe.adapters.vllm import compat
 from rubin_moe.adapters.vllm.experts import RubinExperts
 from rubin_moe.adapters.vllm.loading import LayerLoading
 from rubin_moe.adapters.vllm.report import ServingReport
+from rubin_moe.adapters.vllm.warm_up import warm_up
 from rubin_moe.errors import ConfigError, UnsupportedError
 from rubin_moe.formats.experts import ExpertWeights
 from rubin_moe.kernels import registry
@@ -154,6 +155,7 @@ class RubinMoeMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layer.register_parameter(f"prepared_{name}", parameter)
         if self.moe_kernel is None:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            warm_up(self._experts, self.moe)
             self._handle = _bind(self._name, self._experts)
             step = RubinExperts(self.moe, self.moe_quant_config, self._handle, self._problem)
             self.moe_kernel = compat.modular_kernel(self.moe, self.moe_quant_config, layer, step)

@@ -84,8 +84,8 @@ def prefill_from(problem: MoEProblem) -> int | None:
 
 @lru_cache(maxsize=65536)
 def choose(problem: MoEProblem, num_tokens: int) -> AnyPlan:
-    """The plan of a call of ``num_tokens``; of one launch at most, where that is not the
-    prefill's: `max_tokens`.
+    """The plan of a call of ``num_tokens`` with 16-bit activations; of one launch at most, where
+    that is not the prefill's: `max_tokens`.
 
     Raises:
         PlanError: nothing fits into shared memory.
@@ -100,7 +100,7 @@ def _choose_decode(problem: MoEProblem, num_tokens: int) -> Plan:
     at_once = min(num_tokens, max_tokens(problem))
     bucket = next(b for b in BUCKETS if b >= at_once * problem.top_k)
     sizes = sizes_of(problem)
-    measured = _measured(problem, num_tokens, lambda tiles: not of_prefill(tiles))
+    measured = _measured(problem, at_once, lambda tiles: not of_prefill(tiles))
     first = () if measured is None else _smaller(tiles_of(measured))
     for tiles in (*first, *_defaults(tokens_an_expert(problem, at_once))):
         try:
@@ -115,7 +115,12 @@ def _choose_prefill(problem: MoEProblem, num_tokens: int) -> PrefillPlan:
     if measured is not None:
         return check_prefill(PrefillPlan(sizes, PrefillTiles(**measured)))
     each = tokens_an_expert(problem, num_tokens)
-    return check_prefill(PrefillPlan(sizes, tiles_for(sizes, pass_that_holds(each, SIGMAS, 16))))
+    return _default_prefill(sizes, pass_that_holds(each, SIGMAS, 16))
+
+
+@lru_cache(maxsize=1024)
+def _default_prefill(sizes: LayerSizes, pass_tokens: int) -> PrefillPlan:
+    return check_prefill(PrefillPlan(sizes, tiles_for(sizes, pass_tokens)))
 
 
 def _measured(
@@ -158,13 +163,6 @@ def _defaults(tokens: float) -> Iterator[Tiles | WideTiles]:
         yield from wide
     yield from _DECODE
     yield from wide
-
-
-def choices(problem: MoEProblem, most: int = 1 << 15) -> set[AnyPlan]:
-    """Every plan that up to ``most`` tokens may choose, with 16-bit activations: what to compile
-    ahead of serving."""
-    few = range(1, max_tokens(problem) + 1)
-    return {choose(problem, m) for m in (*few, *range(few[-1], most + 1, 16))}
 
 
 def _smaller(tiles: Tiles | WideTiles) -> tuple[Tiles | WideTiles, ...]:

@@ -30,7 +30,13 @@ def choose_fp8(problem: MoEProblem, num_tokens: int) -> Fp8Plan:
     each = tokens_an_expert(problem, near)
     most = each + _BEYOND * math.sqrt(each)
     size = max(_LEAST_PASS, 8 * math.ceil(most / math.ceil(most / MAX_PASS) / 8))
-    return with_stages(sizes, Fp8Tiles(size, int(size > _LEAST_PASS), promote=_PROMOTE))
+    return _default(sizes, size)
+
+
+@lru_cache(maxsize=1024)
+def _default(sizes: Fp8Sizes, pass_tokens: int) -> Fp8Plan:
+    tiles = Fp8Tiles(pass_tokens, int(pass_tokens > _LEAST_PASS), promote=_PROMOTE)
+    return with_stages(sizes, tiles)
 
 
 def with_stages(sizes: Fp8Sizes, tiles: Fp8Tiles) -> Fp8Plan:

@@ -16,6 +16,7 @@ from rubin_moe.kernels.activation import Activation
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.kernels.compile_cache import compiled
 from rubin_moe.kernels.launch import Argument, At, CompiledKernel, Launcher, launcher
+from rubin_moe.kernels.sm90.calls import choices
 from rubin_moe.kernels.sm90.choice import AnyPlan, choose, max_tokens, sizes_of
 from rubin_moe.kernels.sm90.fp8_plan import Fp8Plan
 from rubin_moe.kernels.sm90.plan import DecodePlan, Plan, WidePlan
@@ -161,6 +162,13 @@ class Sm90Kernel:
             out[expert, : packed.shape[0], : packed.shape[1]] = packed
         alpha = proj.dec.double().cpu() * factors
         return out, alpha.float().to(self.device)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """See `rubin_moe.kernels.base.CompilesAhead.warm_up`; of `run`, not of `route`."""
+        self._zeroed(self.device)
+        for plan in choices(self.problem, num_tokens):
+            for kernel in kernels_of(plan, self.problem.activation, self.problem.has_bias):
+                self._launch.load(kernel)
 
     def run(
         self,

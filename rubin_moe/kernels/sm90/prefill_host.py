@@ -7,7 +7,7 @@ is read by the host, so that a graph may be replayed with another routing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ SORT_COUNTER = 16  # word of the counters of its own; `finish` has the first and
 
 @dataclass(frozen=True)
 class PrefillKernels:
-    """Of one plan, in the order of their launches."""
+    """Of one plan."""
 
     sort: CompiledKernel
     fc1: CompiledKernel
@@ -41,7 +41,7 @@ class PrefillKernels:
 
     @property
     def all(self) -> tuple[CompiledKernel, ...]:
-        return self.sort, self.fc1, self.fc2, self.total
+        return tuple(getattr(self, each.name) for each in fields(self))
 
 
 def sort_plan_of(plan: PrefillPlan) -> SortPlan:

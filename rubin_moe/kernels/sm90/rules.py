@@ -7,8 +7,8 @@ from rubin_moe.errors import PlanError
 from rubin_moe.formats.spec import MXFP4, WEIGHT_FORMATS
 from rubin_moe.kernels.base import KernelPlan, MoEProblem, Target
 from rubin_moe.kernels.sm90 import plan as plans
-from rubin_moe.kernels.sm90.choice import KINDS, choose
-from rubin_moe.kernels.sm90.fp8_choice import choose_fp8
+from rubin_moe.kernels.sm90.calls import fp8, plan_of
+from rubin_moe.kernels.sm90.choice import KINDS
 from rubin_moe.kernels.sm90.prefill_plan import PrefillPlan
 
 DSL = "nvidia-cutlass-dsl"
@@ -27,8 +27,7 @@ def why_not_problem(problem: MoEProblem) -> str | None:
         return f"multiplies NVFP4 and MXFP4 weights; these are {problem.weight_format}"
     if problem.activation_format not in ("16bit", "fp8-e4m3"):
         return f"multiplies 16-bit and fp8-e4m3 activations, not {problem.activation_format}"
-    fp8 = problem.activation_format == "fp8-e4m3"
-    if fp8 and problem.weight_format != MXFP4:
+    if fp8(problem) and problem.weight_format != MXFP4:
         return f"multiplies fp8-e4m3 activations with mxfp4, not with {problem.weight_format}"
     if problem.dtype not in KINDS:
         return f"multiplies {' and '.join(KINDS)} activations; the model's are {problem.dtype}"
@@ -37,10 +36,7 @@ def why_not_problem(problem: MoEProblem) -> str | None:
     if problem.hidden % plans.ROWS:
         return f"hidden {problem.hidden}: a multiple of {plans.ROWS}"
     try:
-        if fp8:
-            choose_fp8(problem, 1)
-        else:
-            choose(problem, 1)
+        plan_of(problem, 1)
     except PlanError as error:
         return str(error)
     return None
@@ -59,11 +55,10 @@ def why_not_compiler(target: Target) -> str | None:
 
 def plan(problem: MoEProblem, num_tokens: int) -> KernelPlan:
     """Tiles and memory of a launch; more tokens than ``pairs`` / top_k take several launches."""
-    fp8 = problem.activation_format == "fp8-e4m3"
-    chosen = choose_fp8(problem, num_tokens) if fp8 else choose(problem, num_tokens)
+    chosen = plan_of(problem, num_tokens)
     tiles = {f.name: getattr(chosen.tiles, f.name) for f in fields(chosen.tiles)}
     if isinstance(chosen, PrefillPlan):
-        smem, kernel = max(chosen.smem13, chosen.smem2), "fp8" if fp8 else "prefill"
+        smem, kernel = max(chosen.smem13, chosen.smem2), "fp8" if fp8(problem) else "prefill"
         return KernelPlan("sm90", {"kernel": kernel, **tiles, "smem_bytes": smem})
     return KernelPlan(
         "sm90",
