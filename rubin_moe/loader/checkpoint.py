@@ -8,7 +8,9 @@ the checkpoint's folder, and nothing is ever unpickled or executed.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -29,6 +31,7 @@ DTYPE_BITS = {
 
 MAX_HEADER_BYTES = 100 << 20  # the safetensors library's own limit
 MAX_JSON_BYTES = 512 << 20
+MAX_JSON_DEPTH = 64
 MAX_DIMS = 8
 _INDEX_SUFFIX = ".safetensors.index.json"
 _INDEXES = ("model" + _INDEX_SUFFIX, "consolidated" + _INDEX_SUFFIX)
@@ -67,14 +70,30 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _json_object(data: bytes, what: str) -> dict[str, Any]:
     try:
-        found = json.loads(data, object_pairs_hook=_unique)
+        text = data.decode(json.detect_encoding(data), "surrogatepass")
+        # Not left to the parser's RecursionError: finalizers that the garbage collector runs at
+        # that depth fail half-way, and what they had locked stays locked.
+        if _too_deep(text):
+            raise CheckpointError(f"no valid JSON: nested deeper than {MAX_JSON_DEPTH} levels")
+        found = json.loads(text, object_pairs_hook=_unique)
     except CheckpointError as e:
         raise CheckpointError(f"{what}: {e}") from None
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise CheckpointError(f"{what}: no valid JSON: {e}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{what}: a JSON {type(found).__name__}, expected an object")
     return found
+
+
+_NO_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[^"\[\]{}]++', re.DOTALL)
+_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def _too_deep(text: str) -> bool:
+    """Whether arrays and objects in JSON text are nested too deep, without a call for each."""
+    brackets = _NO_BRACKETS.sub("", text)
+    levels = accumulate(map(_STEPS.__getitem__, brackets))
+    return any(level > MAX_JSON_DEPTH for level in levels)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

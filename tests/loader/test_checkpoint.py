@@ -67,7 +67,13 @@ def test_reads_what_safetensors_wrote(tmp_path):
         ([1], b"", "expected an object"),
         (b'{"t": 1, "t": 2}', b"", "'t' occurs twice"),
         (b'{"t": ', b"", "no valid JSON"),
-        (b"[" * 100_000, b"", "no valid JSON"),
+        (b"[" * 100_000, b"", "no valid JSON: nested deeper than 64"),
+        (b'{"t": ' * 65 + b"1" + b"}" * 65, b"", "no valid JSON: nested deeper than 64"),
+        (b"[" * 65 + b"]" * 65, b"", "no valid JSON: nested deeper than 64"),
+        (b"[" * 64 + b"]" * 64, b"", "a JSON list, expected an object"),
+        (b'{"' + b"]" * 99 + b'": ' + b"[" * 65, b"", "no valid JSON: nested deeper than 64"),
+        (b'{"' + b"[" * 99, b"", "no valid JSON: Unterminated string"),
+        (("[" * 99).encode("utf-16"), b"", "no valid JSON: nested deeper than 64"),
         (b"\xff\xfe", b"", "no valid JSON"),
     ],
 )
@@ -76,6 +82,12 @@ def test_bad_headers_are_named(tmp_path, header, data, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         read_header(path)
     assert "x.safetensors" in str(caught.value)
+
+
+def test_brackets_in_names_are_no_nesting(tmp_path):
+    name = '"[\\' + "[{" * 99
+    path = raw_file(tmp_path / "x.safetensors", {name: entry()}, b"1234")
+    assert list(read_header(path)) == [name]
 
 
 @pytest.mark.parametrize("content", [b"", b"123", struct.pack("<Q", 2**63) + b"{}"])

@@ -13,10 +13,11 @@ import hashlib
 import os
 import pickle
 import tempfile
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -135,12 +136,24 @@ def compile_object(text: str, opt: int, *others: str) -> bytes:
 
 
 class NativeCode:
-    """A loaded object; functions are looked up by name."""
+    """A loaded object; functions are looked up by name.
+
+    Kernels die in cycles, so by the garbage collector: on any thread and at any depth of calls.
+    llvmlite's finalizer takes a lock, and at the recursion limit it raises without giving it back,
+    after which every other thread waits for ever. So the engines of dead objects are kept until
+    the next object is loaded.
+    """
+
+    _engines: ClassVar[dict[weakref.ref[NativeCode], llvm.ExecutionEngine]] = {}
 
     def __init__(self, code: bytes) -> None:
         _initialise()
+        for loaded in list(self._engines):
+            if loaded() is None:
+                self._engines.pop(loaded, None)
         empty = llvm.parse_assembly("")
         self._engine = llvm.create_mcjit_compiler(empty, _target_machine(0))
+        self._engines[weakref.ref(self)] = self._engine
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
 
