@@ -23,6 +23,8 @@ from rubin_moe.emulator.worker import Limits, Turn, Worker, place_of
 
 #: Seconds after which a resting cluster looks again while others are in the middle of their turn.
 _POLL = 0.002
+#: Seconds that an interrupted launch waits for the turns of other threads.
+_GRACE = 10.0
 
 
 class Scheduler:
@@ -52,7 +54,11 @@ class Scheduler:
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        """Run to the end. Raises EmulationError: trap, deadlock or budget."""
+        """Run to the end. Raises EmulationError: trap, deadlock or budget.
+
+        An interrupt of the caller's thread (Ctrl-C, the time limit of a test) ends the launch even
+        if another thread never comes back from its turn: it keeps alive what it works on.
+        """
         threads = [
             threading.Thread(target=self._work, args=(worker,), name="emulator", daemon=True)
             for worker in self.workers[1:]
@@ -60,10 +66,13 @@ class Scheduler:
         for thread in threads:
             thread.start()
         self._work(self.workers[0])
+        interrupted = not isinstance(self._failure, Exception | None)
         for thread in threads:
-            thread.join()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+            thread.join(_GRACE if interrupted else None)
+        failure = self._failure
+        if failure is not None:
+            if not any(thread.is_alive() for thread in threads):
+                self._failure = None  # else a thread that comes back would go on
             raise failure
 
     def _work(self, worker: Worker) -> None:

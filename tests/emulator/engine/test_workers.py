@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from rubin_moe.emulator import Device, EmulationError, LaunchError, Limits, Report, load_ptx
+from rubin_moe.emulator import (
+    Device,
+    EmulationError,
+    LaunchError,
+    Limits,
+    Report,
+    load_ptx,
+    scheduler,
+)
 from rubin_moe.emulator.dsl import emulated_device
 from tests.emulator.engine.harness import module, run
 from tests.emulator.peers.suite import CASES
@@ -210,6 +218,29 @@ def test_the_budget_counts_all_workers(workers: int) -> None:
             limits=Limits(instructions=10_000),
         )
     assert error.value.outcome == "budget"
+
+
+def test_an_interrupt_does_not_wait_for_a_thread_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stuck, release = threading.Event(), threading.Event()
+
+    def turn(*_: object) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            stuck.set()
+            release.wait(60)
+            return False
+        assert stuck.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler.Worker, "run", turn)
+    monkeypatch.setattr(scheduler, "_GRACE", 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        run(module(""), [], grid=2, workers=2)
+    (other,) = (t for t in threading.enumerate() if t.name == "emulator")
+    release.set()
+    other.join(60)
+    assert not other.is_alive()
 
 
 def test_workers_are_limited_by_clusters_sms_and_seeds() -> None:
