@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rubin_moe.cli.model import layer_ranges, ranges
+
 if TYPE_CHECKING:
     from rubin_moe.convert.scale_survey import LayerScales
     from rubin_moe.loader.sharding import Shard
@@ -127,7 +129,7 @@ def _print(summary: "CheckpointSummary", surveyed: "list[LayerScales]", shard: "
     )
     table = Table("experts", "layers", "which", box=None)
     for what, layers in summary.formats.items():
-        table.add_row(what, str(len(layers)), _short(layers))
+        table.add_row(what, str(len(layers)), layer_ranges(layers))
     console.print(table)
     other = ", ".join(f"{d} {n:,}" for d, n in sorted(summary.other_bytes.items()))
     console.print(f"everything else, bytes: {other or 'nothing'}", markup=False)
@@ -143,7 +145,7 @@ def _print(summary: "CheckpointSummary", surveyed: "list[LayerScales]", shard: "
     if any(x.spec for x in summary.layers):
         even = summary.tp_sizes(pad=False)
         padded = [t for t in summary.tp_sizes() if t not in even]
-        more = f"; with padding {_ranges(padded)}" if padded else ""
+        more = f"; with padding {ranges(padded)}" if padded else ""
         console.print(f"TP sizes: {', '.join(map(str, even)) or 'none'}{more}", markup=False)
         console.print(f"EP sizes: {', '.join(map(str, summary.ep_sizes()))}", markup=False)
         where = f"TP {shard.tp_size}, EP {shard.ep_size}"
@@ -169,7 +171,7 @@ def _print_layers(console: Any, summary: "CheckpointSummary") -> None:
         for note in () if layer.spec is None else layer.spec.notes:
             notes.setdefault(note.replace(layer.module, "a module"), []).append(layer.layer)
     for note, layers in notes.items():
-        console.print(f"note: {note} [{_short(layers)}]", markup=False)
+        console.print(f"note: {note} [{layer_ranges(layers)}]", markup=False)
 
 
 def _print_scales(console: Any, found: "LayerScales") -> None:
@@ -192,21 +194,3 @@ def _print_scales(console: Any, found: "LayerScales") -> None:
             f"  gate and up of {len(found.unlike)} experts have global scales of their own, "
             f"at most {max(worst, 1 / worst):.3g} apart: kept apart, no loss"
         )
-
-
-def _ranges(numbers: list[int]) -> str:
-    """``3, 5-7``."""
-    found: list[list[int]] = []
-    for n in numbers:
-        if found and n == found[-1][-1] + 1:
-            found[-1].append(n)
-        else:
-            found.append([n])
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in found)
-
-
-def _short(layers: list[str]) -> str:
-    """``layers.0 .. layers.5`` where that says it all."""
-    if len(layers) <= 2:
-        return ", ".join(layers)
-    return f"{layers[0]} .. {layers[-1]}"

@@ -5,11 +5,24 @@ from typing import Annotated, Any
 
 import typer
 
-from rubin_moe.cli.select import Activations, Backend, Where, at, formats, problem, record
+from rubin_moe.cli.model import Layers, find_model
+from rubin_moe.cli.select import (
+    EP,
+    TP,
+    Activations,
+    Backend,
+    ModelName,
+    Where,
+    at,
+    formats,
+    group_record,
+    model_record,
+    selections,
+)
 from rubin_moe.errors import ConfigError
 from rubin_moe.kernels import registry
 from rubin_moe.kernels.base import MoEProblem
-from rubin_moe.shapes import model_shape
+from rubin_moe.loader.sharding import Shard
 
 app = typer.Typer()
 
@@ -18,43 +31,51 @@ WIDTH = 150
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="a name of configs/models")],
+    model: ModelName,
     target: Where = "here",
     tokens: Annotated[
         str, typer.Option(help="of a step, comma-separated numbers")
     ] = "1,16,256,4096",
     backend: Backend = None,
     activations: Activations = "auto",
+    tp: TP = 1,
+    ep: EP = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print what the backend that `select` names would launch. Nothing is compiled or run.
 
-    Exit code 2 if no backend can.
+    A folder is read by its headers and config alone. Exit code 2 if no backend can, or the
+    checkpoint would not load.
     """
     counts = _counts(tokens)
-    shape, where = model_shape(model), at(target)
-    chosen = registry.select(problem(shape, where, activations), where, backend)
+    found, where = find_model(model), at(target)
+    shard = Shard(tp_size=tp, ep_size=ep)
+    chosen = list(selections(found, where, shard, backend, activations))
+    planned = [(layers, one, _plans(one, counts)) for layers, one in chosen]
+    if as_json:
+        groups = [
+            {**group_record(layers, one), "layer": _layer(one.problem), "plans": rows}
+            for layers, one, rows in planned
+        ]
+        typer.echo(json.dumps({**model_record(found, where, shard), "groups": groups}, indent=1))
+        return
+    typer.echo(str(found))
+    for layers, one, rows in planned:
+        _print(layers, one, shard, rows)
+
+
+def _plans(chosen: registry.Selection, counts: list[int]) -> list[dict[str, Any]]:
+    """A row a number of tokens."""
     rules = next(r for r in registry.ROWS if r.name == chosen.backend).rules()
-    layer = _layer(chosen.problem)
-    rows = [
+    expert_bytes = _layer(chosen.problem)["expert_bytes"]
+    return [
         {
             "tokens": n,
-            "weight_bytes_at_most": _experts_met(chosen.problem, n) * layer["expert_bytes"],
+            "weight_bytes_at_most": _experts_met(chosen.problem, n) * expert_bytes,
             **rules.plan(chosen.problem, n).fields,
         }
         for n in counts
     ]
-    if as_json:
-        told = {"model": model, "layers": shape.moe_layers, "layer": layer}
-        typer.echo(json.dumps({**record(chosen), **told, "plans": rows}, indent=1))
-        return
-    whole = layer["bytes"] * shape.moe_layers
-    typer.echo(f"{chosen.backend} on {where}: {formats(chosen.problem)}")
-    typer.echo(
-        f"a layer: {layer['experts']} experts, top {layer['top_k']}; FC1 {layer['fc1_shape']}, FC2 "
-        f"{layer['fc2_shape']}; {layer['bytes']:,} bytes, {whole:,} in {shape.moe_layers} layers"
-    )
-    _print(rows)
 
 
 def _counts(text: str) -> list[int]:
@@ -89,11 +110,21 @@ def _experts_met(problem: MoEProblem, tokens: int) -> int:
     return min(problem.num_experts, tokens * problem.top_k)
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print(
+    layers: Layers, chosen: registry.Selection, shard: Shard, rows: list[dict[str, Any]]
+) -> None:
     """A column a number of tokens: plans have more fields than a line has room."""
     from rich.console import Console
     from rich.table import Table
 
+    layer = _layer(chosen.problem)
+    cut = "" if shard == Shard() else f" on a rank of TP {shard.tp_size}, EP {shard.ep_size}"
+    typer.echo(f"{layers}\n{chosen.backend} on {chosen.target}: {formats(chosen.problem)}")
+    typer.echo(
+        f"a layer{cut}: {layer['experts']} experts, top {layer['top_k']}; FC1 "
+        f"{layer['fc1_shape']}, FC2 {layer['fc2_shape']}; {layer['bytes']:,} bytes, "
+        f"{layer['bytes'] * layers.count:,} in {layers.count} layers"
+    )
     table = Table("", *(f"{r['tokens']:,} tokens" for r in rows), box=None)
     for name in dict.fromkeys(k for r in rows for k in r if k != "tokens"):
         table.add_row(name, *(_cell(r.get(name, "")) for r in rows))

@@ -1,16 +1,54 @@
 """A model config's router fields -> `Routing`. A family is known or refused: how scores become
-weights is code in most models and not in their config, and a wrong guess is wrong silently."""
+weights is code in most models and not in their config, and a wrong guess is wrong silently.
+Standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rubin_moe.errors import ConfigError
-from rubin_moe.layers.routing import Routing, Scoring
+
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token")
 _SCORING = ("scoring_func", "moe_router_activation_func")
 _GROUPS = ("n_group", "num_expert_group")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a model routes.
+
+    Attributes:
+        top_k: experts a token.
+        scoring: of the logits. ``sqrtsoftplus``: ``sqrt(log(1 + e^x))`` (DeepSeek-V4).
+        score_after_topk: choose on the logits and score only the chosen ones (gpt-oss: softmax
+            over the k; Llama-4: sigmoid of the one).
+        renormalize: divide the chosen scores by their sum (plus ``epsilon``).
+        scaling_factor: multiplies the weights, once, after renormalizing.
+        num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups``
+            equal groups; the others count as -inf.
+        group_score: ``top2``: sum of a group's two best (DeepSeek-V3); ``max``: its best (V2).
+    """
+
+    top_k: int
+    scoring: Scoring = "softmax"
+    score_after_topk: bool = False
+    renormalize: bool = False
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"
+    epsilon: float = 1e-20
+
+    def __post_init__(self) -> None:
+        if self.scoring not in SCORINGS:
+            raise ConfigError(f"scoring {self.scoring!r} is unknown; known: {', '.join(SCORINGS)}")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(f"top {self.top_groups} of {self.num_groups} expert groups")
+        if self.top_k < 1:
+            raise ConfigError(f"top-{self.top_k} routing chooses no expert")
 
 
 @dataclass(frozen=True)

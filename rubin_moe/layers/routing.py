@@ -3,51 +3,11 @@
 Ties go to the lower id, so the same logits give the same experts on every machine.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from rubin_moe.errors import ConfigError
-
-Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How a model routes.
-
-    Attributes:
-        top_k: experts a token.
-        scoring: of the logits. ``sqrtsoftplus``: ``sqrt(log(1 + e^x))`` (DeepSeek-V4).
-        score_after_topk: choose on the logits and score only the chosen ones (gpt-oss: softmax
-            over the k; Llama-4: sigmoid of the one).
-        renormalize: divide the chosen scores by their sum (plus ``epsilon``).
-        scaling_factor: multiplies the weights, once, after renormalizing.
-        num_groups, top_groups: experts are chosen from the best ``top_groups`` of ``num_groups``
-            equal groups; the others count as -inf.
-        group_score: ``top2``: sum of a group's two best (DeepSeek-V3); ``max``: its best (V2).
-    """
-
-    top_k: int
-    scoring: Scoring = "softmax"
-    score_after_topk: bool = False
-    renormalize: bool = False
-    scaling_factor: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["top2", "max"] = "top2"
-    epsilon: float = 1e-20
-
-    def __post_init__(self) -> None:
-        if self.scoring not in SCORINGS:
-            raise ConfigError(f"scoring {self.scoring!r} is unknown; known: {', '.join(SCORINGS)}")
-        if not 1 <= self.top_groups <= self.num_groups:
-            raise ConfigError(f"top {self.top_groups} of {self.num_groups} expert groups")
-        if self.top_k < 1:
-            raise ConfigError(f"top-{self.top_k} routing chooses no expert")
+from rubin_moe.layers.router_config import Routing, Scoring
 
 
 def route(

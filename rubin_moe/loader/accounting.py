@@ -6,7 +6,7 @@ another rank, or is left over; every slot is filled once. Input scales are read 
 other ranks' too: what quantizes a token once for all its experts needs the largest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
@@ -43,6 +43,20 @@ class Admitted:
         """What it holds, in order of halves."""
         projection = self.slot.projection
         return ("gate", "up") if projection == "gate_up" else (projection,)
+
+
+def no_input_scales(where: str, lacking: Mapping[str, Sequence[int]]) -> str:
+    """The refusal of a layer whose input scales will be read.
+
+    Args:
+        lacking: projection -> global ids of experts without a usable one.
+    """
+    parts = "; ".join(f"{name} of experts {list(e)}" for name, e in lacking.items() if e)
+    return (
+        f"{where}: W4A4 needs an input scale that is positive and finite, missing or unusable for "
+        f"{parts}; run weight-only (input_scales='ignore') or mend with "
+        "ScaleChecks(repair={'input_scales'})"
+    )
 
 
 class Account:

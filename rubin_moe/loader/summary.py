@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rubin_moe.errors import CheckpointError, ConfigError
-from rubin_moe.loader.accounting import Account
+from rubin_moe.loader.accounting import Account, no_input_scales
 from rubin_moe.loader.dialects import NotFp4
 from rubin_moe.loader.load import ModelCheckpoint
 from rubin_moe.loader.names import module_layer, parse
@@ -27,7 +27,8 @@ class LayerSummary:
         spec: what it is; None if it is not FP4 or cannot be told.
         unquantized: whether it is another loader's to read, which is no fault.
         faults: why it would not load, a sentence each.
-        uncalibrated: projection -> global ids of experts without an input scale, where some have.
+        without_input_scale: projection -> global ids of experts without one, whether or not the
+            scheme reads it.
         nbytes: on disk.
     """
 
@@ -36,8 +37,29 @@ class LayerSummary:
     spec: ExpertsSpec | None
     unquantized: bool
     faults: tuple[str, ...]
-    uncalibrated: Mapping[str, tuple[int, ...]]
+    without_input_scale: Mapping[str, tuple[int, ...]]
     nbytes: int
+
+    def __str__(self) -> str:
+        """How it is stored: ``modelopt nvfp4-ue4m3 w4a4``."""
+        if self.spec is None:
+            return "unquantized" if self.unquantized else "not loadable"
+        return f"{self.spec.dialect} {self.spec.fmt} {self.spec.scheme}"
+
+    @property
+    def uncalibrated(self) -> Mapping[str, tuple[int, ...]]:
+        """`without_input_scale` where the scheme reads them."""
+        reads = self.spec is not None and self.spec.input_scales == "require"
+        return self.without_input_scale if reads else {}
+
+    def why_not_static(self) -> str | None:
+        """None if activations can be quantized with calibrated input scales, else the sentence that
+        loading such a layer ends with: of gate and up first, as it looks at them."""
+        for projections in (("gate", "up"), ("down",)):
+            lacking = {p: e for p, e in self.without_input_scale.items() if p in projections}
+            if lacking:
+                return no_input_scales(self.module, lacking)
+        return None
 
     def rank_bytes(self, shard: Shard) -> int:
         """Bytes of codes and block scales on one rank, padding included; 0 if it is not FP4."""
@@ -76,14 +98,10 @@ class CheckpointSummary:
 
     @cached_property
     def formats(self) -> dict[str, list[str]]:
-        """``modelopt nvfp4-ue4m3 w4a4`` -> layers, for the table's first lines."""
+        """How layers are stored -> which, for the table's first lines."""
         found: dict[str, list[str]] = {}
         for layer in self.layers:
-            spec = layer.spec
-            what = "unquantized" if layer.unquantized else "not loadable"
-            if spec is not None:
-                what = f"{spec.dialect} {spec.fmt} {spec.scheme}"
-            found.setdefault(what, []).append(layer.layer)
+            found.setdefault(str(layer), []).append(layer.layer)
         return found
 
     def tp_sizes(self, *, pad: bool = True) -> tuple[int, ...]:
@@ -142,7 +160,7 @@ def summarize(checkpoint: ModelCheckpoint) -> CheckpointSummary:
 def _layer(checkpoint: ModelCheckpoint, module: str) -> LayerSummary:
     entries = checkpoint.experts()[module]
     spec, unquantized, faults = None, False, list[str]()
-    uncalibrated: dict[str, tuple[int, ...]] = {}
+    without: dict[str, tuple[int, ...]] = {}
     try:
         kind = checkpoint.stored(module)
         unquantized = isinstance(kind, NotFp4) and kind.kind == "unquantized"
@@ -159,16 +177,15 @@ def _layer(checkpoint: ModelCheckpoint, module: str) -> LayerSummary:
         incomplete = account.why_incomplete()
         if incomplete is not None and not faults:
             faults.append(incomplete)
-        if spec.input_scales == "require":
-            lacking = {p: tuple(account.lacking(p, "input_dec")) for p in spec.projections}
-            uncalibrated = {p: experts for p, experts in lacking.items() if experts}
+        lacking = {p: tuple(account.lacking(p, "input_dec")) for p in spec.projections}
+        without = {p: experts for p, experts in lacking.items() if experts}
     return LayerSummary(
         layer=str(module_layer(module)),
         module=module,
         spec=spec,
         unquantized=unquantized,
         faults=tuple(faults),
-        uncalibrated=uncalibrated,
+        without_input_scale=without,
         nbytes=sum(e.nbytes for e in entries),
     )
 

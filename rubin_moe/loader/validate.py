@@ -14,6 +14,7 @@ from torch import Tensor
 from rubin_moe.errors import CheckpointError
 from rubin_moe.formats.scales import CODECS
 from rubin_moe.formats.spec import BlockFormat
+from rubin_moe.loader.accounting import no_input_scales
 from rubin_moe.loader.dialect import Dialect
 
 Repair: TypeAlias = Literal["zero_blocks", "saturate_nan", "input_scales"]
@@ -184,13 +185,8 @@ def settle_input_scales(
             repairs.add("input_scales", int((~good).sum()))
             dec[~good, half] = dec[good, half].max()
         return
-    parts = []
-    for half, name in enumerate(halves):
-        bad = [expert_ids[i] for i in torch.nonzero(~usable[:, half]).flatten().tolist()]
-        if bad:
-            parts.append(f"{name} of experts {bad}")
-    raise CheckpointError(
-        f"{where}: W4A4 needs an input scale that is positive and finite, missing or unusable for "
-        f"{'; '.join(parts)}; run weight-only (input_scales='ignore') or mend with "
-        "ScaleChecks(repair={'input_scales'})"
-    )
+    bad = {
+        name: [expert_ids[i] for i in torch.nonzero(~usable[:, half]).flatten().tolist()]
+        for half, name in enumerate(halves)
+    }
+    raise CheckpointError(no_input_scales(where, bad))

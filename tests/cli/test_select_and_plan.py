@@ -1,4 +1,4 @@
-"""``rubin-moe select``, ``plan`` and ``doctor``, and the shapes they know."""
+"""``rubin-moe select`` and ``plan`` of published shapes; checkpoints are `test_model_folder`'s."""
 
 import json
 
@@ -6,9 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rubin_moe import shapes
-from rubin_moe.cli import app, doctor, select
+from rubin_moe.cli import app, doctor, model, select
 from rubin_moe.errors import ConfigError, UnsupportedError
 from rubin_moe.kernels import registry, target
+from rubin_moe.loader.sharding import Shard
 
 
 def run(*args: str):
@@ -43,8 +44,10 @@ def test_a_name_that_is_no_target():
 def test_select_prints_the_winner_and_the_reasons():
     result = run("select", "qwen3-30b-a3b", "--target", "cpu", "--json")
     said = json.loads(result.stdout)
-    assert said["backend"] == "cpu"
-    assert set(said["reasons"]) == set(registry.backend_names()) - {"cpu"}
+    assert (said["model"], said["source"]) == ("qwen3-30b-a3b", "the published shape")
+    (group,) = said["groups"]
+    assert group["backend"] == "cpu"
+    assert set(group["reasons"]) == set(registry.backend_names()) - {"cpu"}
 
 
 @pytest.mark.parametrize(
@@ -57,21 +60,23 @@ def test_select_prints_the_winner_and_the_reasons():
 )
 def test_plan_is_that_of_the_backend_that_select_names(where, weights, activations, backend):
     """Rubin has no 16-bit x FP4 instruction: there, weights are folded for FP4 activations."""
-    chosen = json.loads(run("select", "qwen3-30b-a3b", "--target", where, "--json").stdout)
+    said = json.loads(run("select", "qwen3-30b-a3b", "--target", where, "--json").stdout)
+    (chosen,) = said["groups"]
     assert (chosen["backend"], chosen["weights"], chosen["activations"]) == (
         backend, weights, activations,
     )  # fmt: skip
     call = ("plan", "qwen3-30b-a3b", "--target", where, "--tokens", "1,300", "--json")
-    told = json.loads(run(*call).stdout)
+    (told,) = json.loads(run(*call).stdout)["groups"]
     assert {k: told[k] for k in chosen} == chosen
-    assert told["layers"] == 48
+    assert told["count"] == 48
     expert = 3 * 2048 * 768 * 9 // 16  # half a byte a weight and a scale for 16
     assert told["layer"]["bytes"] == 128 * expert
     one, many = told["plans"]
     assert (one["tokens"], one["weight_bytes_at_most"]) == (1, 8 * expert)
     assert (many["tokens"], many["weight_bytes_at_most"]) == (300, 128 * expert)
     row = next(r for r in registry.ROWS if r.name == backend)
-    problem = select.problem(shapes.model_shape("qwen3-30b-a3b"), target.named(where), "auto")
+    (layers,) = model.find_model("qwen3-30b-a3b").groups
+    problem = select.problem(layers, target.named(where), Shard(), "auto")
     for plan in told["plans"]:
         fields = {k: v for k, v in plan.items() if k not in ("tokens", "weight_bytes_at_most")}
         wanted = dict(row.rules().plan(problem, plan["tokens"]).fields)
@@ -83,7 +88,8 @@ def test_plan_is_that_of_the_backend_that_select_names(where, weights, activatio
 
 def plans(model: str, *more: str) -> dict:
     call = ("plan", model, "--target", "sm_90a", "--tokens", "1,4096", "--json", *more)
-    return json.loads(run(*call).stdout)
+    (group,) = json.loads(run(*call).stdout)["groups"]
+    return group
 
 
 def test_plan_is_that_of_a_server_with_these_variables(monkeypatch):
@@ -107,11 +113,22 @@ def test_select_refuses_the_variables_that_a_server_refuses(monkeypatch):
     assert found.detail == str(error)
 
 
-def test_doctor_names_the_variables_that_are_set(monkeypatch):
-    monkeypatch.setenv("RUBIN_MOE_ACTIVATION_FORMAT", "fp8-e4m3")
-    found = doctor.variables_finding()
-    assert found.ok
-    assert "RUBIN_MOE_ACTIVATION_FORMAT=fp8-e4m3" in found.detail
+def test_select_asks_for_what_a_server_with_these_variables_would(monkeypatch):
+    call = ("select", "deepseek-v3", "--target", "sm_107a", "--activations", "nvfp4-ue4m3")
+    assert run(*call).exit_code == 0
+    monkeypatch.setenv("RUBIN_MOE_INPUT_SCALE", "expert")
+    assert "each expert's own input scale" in str(run(*call).exception)
+
+
+def test_plan_of_a_rank():
+    """gpt-oss is 2880 wide, 90 blocks of 32: 12 of them on the first of 8 ranks."""
+    told = plans("gpt-oss-20b", "--tp", "8", "--ep", "3")["layer"]
+    assert told["fc1_shape"] == [2 * 384, 2880]
+    assert told["fc2_shape"] == [2880, 384]
+    assert told["experts"] == 11
+    assert told["bytes"] == 11 * 3 * 384 * 2880 * 17 // 32
+    printed = run("plan", "gpt-oss-20b", "--target", "sm_90a", "--tp", "8").stdout
+    assert "a layer on a rank of TP 8, EP 1: 32 experts" in printed
 
 
 def test_plan_of_a_named_backend_gives_its_reason():
@@ -130,24 +147,3 @@ def test_every_capability_is_answered_with_a_backend_or_all_reasons(where):
         assert isinstance(result.exception, UnsupportedError)
         names = str(result.exception)
     assert all(name in names for name in registry.backend_names())
-
-
-def test_doctor_names_the_line_that_mends(monkeypatch):
-    monkeypatch.setattr(doctor, "installed_versions", lambda: {"torch": "2.3.0", "vllm": "0.40.0"})
-    found = {f.what: f for f in doctor.findings()}
-    assert "wants >=2.11,<2.15" in found["torch"].detail
-    assert found["nvidia-cutlass-dsl"].mend == "pip install 'rubin-moe[cute]'"
-    assert not found["vllm"].ok
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("0.32.0+cpu", (0, 32, 0)), ("4.8.1", (4, 8, 1)), ("3.6.0.dev1", (3, 6, 0))],
-)
-def test_release(text, numbers):
-    assert doctor.release(text) == numbers
-
-
-def test_doctor_runs_here():
-    result = run("doctor", "--json")
-    assert {f["what"] for f in json.loads(result.stdout)} >= {"rubin-moe", "torch", "vLLM plugin"}
