@@ -9,10 +9,8 @@ from rubin_moe.formats.quantize import dequantize
 
 
 def decode_expert(weights: ExpertWeights, dtype: torch.dtype = torch.bfloat16) -> DenseExpert:
-    """The values of one expert, rounded once to ``dtype``.
-
-    Computed in float64, so that a global scale adds no rounding of its own.
-    """
+    """The values of one expert as `dequantize` has them: float64 is exact, a 16-bit ``dtype`` the
+    float32 value rounded."""
     names = ("gate", "up") if weights.gated else ("up",)
     matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}
@@ -21,8 +19,8 @@ def decode_expert(weights: ExpertWeights, dtype: torch.dtype = torch.bfloat16) -
         for half, name in enumerate(parts):
             cut = slice(half * rows, (half + 1) * rows)
             matrices[name] = dequantize(
-                proj.qdata[0, cut], proj.sf[0, cut], weights.fmt, proj.dec[0, half], torch.float64
-            ).to(dtype)
+                proj.qdata[0, cut], proj.sf[0, cut], weights.fmt, proj.dec[0, half], dtype
+            )
             if proj.bias is not None:
                 biases[name] = proj.bias[0, cut]
     return DenseExpert(matrices, biases)

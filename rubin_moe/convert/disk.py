@@ -18,7 +18,8 @@ Range: TypeAlias = tuple[int, int, int]
 """Start, stop and CRC-32 of bytes of a file."""
 
 COPY_BYTES = 1 << 20
-"""Held at a time of what is copied: stays in a core's cache from read to checksum to write."""
+"""Read, summed and written at a time: stays in a core's cache from one to the next. Linux copies
+calls of several MiB up to nine times slower (6.18, ext4, EPYC guest, 2026-12-01)."""
 
 HELD_BYTES = 16 << 20
 """Small pieces are kept until they are this much together, and written by few calls."""
@@ -70,6 +71,10 @@ class RangeWriter:
 
     def write(self, start: int, data: memoryview) -> None:
         """Bytes at an offset; must not change until `finish`."""
+        if len(data) >= COPY_BYTES:
+            for at in range(0, len(data), COPY_BYTES):
+                self._put(start + at, data[at : at + COPY_BYTES])
+            return
         self._extend(start, data)
         self._held.append((start, data))
         self._held_bytes += len(data)
@@ -81,8 +86,7 @@ class RangeWriter:
         for at in range(0, nbytes, COPY_BYTES):
             data = self._buffer[: min(COPY_BYTES, nbytes - at)]
             read(data, at)
-            self._extend(start + at, data)
-            write_all(self._fd, data, start + at)
+            self._put(start + at, data)
 
     def finish(self) -> list[Range]:
         """Everything that was written, in order of the file, on its way to the disk."""
@@ -96,6 +100,11 @@ class RangeWriter:
                 )  # fmt: skip
         return found
 
+    def _put(self, start: int, data: memoryview) -> None:
+        """Sums and writes at once."""
+        self._extend(start, data)
+        write_all(self._fd, data, start)
+
     def _extend(self, start: int, data: memoryview) -> None:
         """Puts bytes to the range that ends where they start, if there is one."""
         first, crc = self._ends.pop(start, (start, 0))
@@ -106,7 +115,8 @@ class RangeWriter:
         side_by_side: list[memoryview] = []
         begin = end = -1
         for start, data in sorted(self._held, key=lambda piece: piece[0]):
-            if start != end or len(side_by_side) == _MOST_VIEWS:
+            full = len(side_by_side) == _MOST_VIEWS or end - begin >= COPY_BYTES
+            if start != end or full:
                 self._write_views(begin, side_by_side)
                 side_by_side, begin = [], start
             side_by_side.append(data)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rubin_moe.errors import FormatError
+from rubin_moe.formats.table import look_up
 
 MAX = 6.0
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,7 +58,7 @@ def _magnitude_codes(values: Tensor) -> Tensor:
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """uint8 codes 0..15 of any shape -> values of ``dtype``."""
-    return _table(dtype).to(codes.device)[codes.long()]
+    return look_up(_table(dtype), codes)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -75,5 +76,4 @@ def unpack(packed: Tensor) -> Tensor:
 
 def decode_packed(packed: Tensor) -> Tensor:
     """uint8 ``[..., K / 2]`` -> float32 ``[..., K]``."""
-    pairs = torch.index_select(_pairs().to(packed.device), 0, packed.int().flatten())
-    return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    return look_up(_pairs(), packed).view(torch.float32)

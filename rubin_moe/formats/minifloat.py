@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rubin_moe.errors import FormatError
+from rubin_moe.formats.table import look_up
 
 Rounding = Literal["rn", "rp", "rz"]
 """PTX names: to nearest with ties to even, towards plus infinity, towards zero."""
@@ -61,7 +62,7 @@ class Minifloat:
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 codes of any shape -> values of ``dtype`` (exact in float32 and bfloat16)."""
-        return self.table.to(codes.device, dtype)[codes.long()]
+        return look_up(self.table.to(dtype), codes)
 
     def encode(self, values: Tensor, rounding: Rounding = "rn") -> Tensor:
         """float32 or float64 magnitudes of any shape -> uint8 codes.

@@ -37,6 +37,7 @@ SEARCH_WINDOW = {"ue4m3": range(-4, 7), "ue5m3": range(-4, 7), "ue8m0": range(-1
 largest) to amax mapped on 4 instead of 6 and a little more."""
 
 _CHUNK = 1 << 17  # float32 elements that a second-level cache holds
+_DECODED = 1 << 19  # elements decoded at a time: few passes, where calls cost more than a cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def quantize(
     rows, row_dec = x.reshape(-1, k), _per_row(dec, x)
     blocks_per_row = sf.shape[-1]
     flat_q, flat_sf = qdata.view(-1, qdata.shape[-1]), sf.view(-1, sf.shape[-1])
-    for part in _chunks(len(rows), k):
+    for part in _chunks(len(rows), k, _CHUNK):
         blocks = _widen(rows[part], row_dec is not None)
         blocks = blocks.reshape(-1, blocks_per_row, fmt.sf_vec_size)
         part_dec = None if row_dec is None else row_dec[part, None]
@@ -113,7 +114,7 @@ def dequantize(
     """``element(q) * scale(sf) * dec`` as ``dtype`` ``[..., K]``.
 
     Element times block scale is exact in float32; ``dec`` (as in `quantize`) rounds once, the
-    cast to ``dtype`` once more. ``dtype`` float64 is exact throughout.
+    cast to ``dtype`` once more: what float64, exact throughout, gives when cast by way of float32.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     k = sf.shape[-1] * fmt.sf_vec_size
@@ -123,18 +124,18 @@ def dequantize(
     flat = out.view(-1, k)
     q_rows, sf_rows = qdata.reshape(-1, qdata.shape[-1]), sf.reshape(-1, sf.shape[-1])
     row_dec = _per_row(dec, out)
-    for part in _chunks(len(flat), k):
+    for part in _chunks(len(flat), k, _DECODED):
         value = _decode_elements(q_rows[part], fmt).to(wide)
         value = value.reshape(-1, sf.shape[-1], fmt.sf_vec_size)
-        value = value * CODECS[fmt.scale].decode(sf_rows[part], wide)[..., None]
+        value *= CODECS[fmt.scale].decode(sf_rows[part], wide)[..., None]
         if row_dec is not None:
-            value = value * row_dec[part, None, None].to(wide)
+            value *= row_dec[part, None, None].to(wide)
         flat[part] = value.flatten(-2)
     return out
 
 
-def _chunks(num_rows: int, k: int) -> Iterator[slice]:
-    step = max(1, _CHUNK // max(1, k))
+def _chunks(num_rows: int, k: int, elements: int) -> Iterator[slice]:
+    step = max(1, elements // max(1, k))
     for start in range(0, num_rows, step):
         yield slice(start, start + step)
 

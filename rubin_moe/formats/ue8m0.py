@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rubin_moe.errors import FormatError
 from rubin_moe.formats.minifloat import Rounding
+from rubin_moe.formats.table import look_up
 
 
 class PowerOfTwo:
@@ -26,7 +27,7 @@ class PowerOfTwo:
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """uint8 codes of any shape -> values of ``dtype``; float16 has not the range."""
-        return self.table.to(codes.device, dtype)[codes.long()]
+        return look_up(self.table.to(dtype), codes)
 
     def encode(self, values: Tensor, rounding: Rounding = "rp") -> Tensor:
         """Magnitudes of any shape -> uint8 codes; saturates at both ends, zero becomes code 0.

@@ -68,6 +68,25 @@ def test_what_is_copied_joins_what_is_written_beside_it(target, monkeypatch):
     assert read(target) == data
 
 
+def test_no_call_takes_much_more_than_a_cache_holds(target, monkeypatch):
+    """Large pieces, and small ones side by side, at odd offsets."""
+    calls = []
+    for name in ("pwrite", "pwritev"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, real=real: calls.append(n := real(*a)) or n)
+    data = os.urandom(5 * COPY_BYTES + 77)
+    allocate(target.fileno(), len(data))
+    out = RangeWriter(target.fileno(), memoryview(bytearray(COPY_BYTES)))
+    out.write(0, memoryview(data)[:7])
+    out.write(7, memoryview(data)[7 : 3 * COPY_BYTES])
+    for start in range(3 * COPY_BYTES, len(data), COPY_BYTES // 3):
+        out.write(start, memoryview(data)[start : start + COPY_BYTES // 3])
+    assert out.finish() == [(0, len(data), zlib.crc32(data))]
+    assert max(calls) < 2 * COPY_BYTES
+    assert len(calls) < 9
+    assert read(target) == data
+
+
 def test_many_pieces_and_a_write_that_is_cut_short(target, monkeypatch):
     """More than one call takes, and calls that take less than they are given."""
     real, calls = os.pwritev, []

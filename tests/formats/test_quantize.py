@@ -141,6 +141,22 @@ def test_zero_blocks_nan_blocks_and_infinities(fmt):
     assert decoded[2, 3] >= largest  # saturated, the sign kept
 
 
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_what_is_decoded_in_float32_or_16_bits_is_the_exact_value_rounded(fmt):
+    """Every element under every scale: as float64 rounded to float32, and that to 16 bits."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    k = 512 if fmt.element == "e2m1" else 256
+    qdata = codes.expand(256, 256)
+    sf = codes[:, None].expand(256, k // fmt.sf_vec_size)
+    own = (float(np.float32(1.37e-5)), float(np.float32(3e-41)), 2.0**-126)
+    for dec in (None, 1.0, *(own if fmt.scale != "ue8m0" else ())):
+        exact = dequantize(qdata, sf, fmt, dec, torch.float64).float()
+        finite = exact.isfinite()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            decoded = dequantize(qdata, sf, fmt, dec, dtype)
+            assert torch.equal(decoded[finite], exact.to(dtype)[finite])
+
+
 def test_a_global_scale_per_row_and_an_empty_tensor():
     x = spread(3, 4, 32, decades=1.0)
     dec = torch.tensor([1e-3, 2e-3, 1.0, 0.5])
@@ -157,7 +173,8 @@ def test_a_global_scale_per_row_and_an_empty_tensor():
 def test_chunking_changes_nothing(monkeypatch):
     x = spread(4, 40, 64)
     whole = quantize(x.view(5, 8, 64), NVFP4_UE5M3)
-    monkeypatch.setattr("rubin_moe.formats.quantize._CHUNK", 100)
+    for size in ("_CHUNK", "_DECODED"):
+        monkeypatch.setattr(f"rubin_moe.formats.quantize.{size}", 100)
     parts = quantize(x.view(5, 8, 64), NVFP4_UE5M3)
     assert torch.equal(whole.qdata, parts.qdata)
     assert torch.equal(whole.sf, parts.sf)
