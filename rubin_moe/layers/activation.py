@@ -6,6 +6,7 @@ from typing import Any
 
 from rubin_moe.errors import ConfigError
 from rubin_moe.kernels.activation import Activation, ActivationKind
+from rubin_moe.layers.router_config import is_mistral
 
 # Most specific first: Nemotron-H has its experts' activation beside the one of other layers.
 _NAME_KEYS = ("mlp_hidden_act", "hidden_activation", "hidden_act")
@@ -26,7 +27,8 @@ def activation_from_config(config: Mapping[str, Any], layer_index: int | None = 
     """The routed experts' activation.
 
     Args:
-        config: a model's config.json; ``text_config`` is used where the top level has none.
+        config: a model's config.json, ``text_config`` where the top level has none; or Mistral's
+            params.json.
         layer_index: which entry of ``expert_swiglu_limit_list``, where the model has that list (0
             or null there: no limit). Shared experts have a list of their own and are not asked.
 
@@ -35,6 +37,8 @@ def activation_from_config(config: Mapping[str, Any], layer_index: int | None = 
     """
     fields = _fields(config)
     name = next((str(fields[k]) for k in _NAME_KEYS if fields.get(k)), None)
+    if name is None and is_mistral(fields):
+        name = str(fields.get("activation") or "silu")  # as its readers have it
     is_oai = str(fields.get("model_type", "")) in _OAI_MODEL_TYPES
     if name is None and not is_oai:
         raise ConfigError(f"config names no activation; looked for {', '.join(_NAME_KEYS)}")

@@ -13,7 +13,9 @@ SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token")
 _SCORING = ("scoring_func", "moe_router_activation_func")
-_GROUPS = ("n_group", "num_expert_group")
+_SCALE = ("routed_scaling_factor", "routed_scale")
+_GROUPS = ("n_group", "num_expert_group", "num_expert_groups")
+_TOP_GROUPS = ("topk_group", "num_expert_groups_per_tok")
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,12 @@ class _Family:
 _NORM = "norm_topk_prob"
 _FAMILIES: dict[str, _Family] = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), _Family("softmax", _NORM)),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), _Family("softmax", _NORM)),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "mixtral"), _Family("softmax")),
     **dict.fromkeys(("gemma4", "gemma4_text", "ernie4_5_moe"), _Family("softmax")),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), _Family("sigmoid", _NORM)),
-    **dict.fromkeys(("glm4_moe", "glm_moe_dsa", "glm5_next"), _Family("sigmoid", _NORM)),
-    "nemotron_h": _Family("sigmoid", _NORM),
+    **dict.fromkeys(("glm4_moe", "glm_moe_dsa", "nemotron_h"), _Family("sigmoid", _NORM)),
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), _Family("sigmoid", _NORM)),
     **dict.fromkeys(("minimax_m2", "minimax_m3", "minimax_m3_vl"), _Family("sigmoid")),
     "kimi_linear": _Family("sigmoid", "moe_renormalize"),
     "deepseek_v4": _Family("sqrtsoftplus"),
@@ -83,10 +86,18 @@ _FAMILIES: dict[str, _Family] = {
         ("llama4", "llama4_text"), _Family("sigmoid", False, after=True, on_input=True)
     ),
 }
+# Mistral's own file names no family and says nothing of scores: the readers of it set these.
+_MISTRAL = _Family("softmax")
+
+
+def is_mistral(config: Mapping[str, Any]) -> bool:
+    """Whether this is a params.json of a mixture of experts and no config.json."""
+    return not config.get("model_type") and isinstance(config.get("moe"), Mapping)
 
 
 def routing_from_config(config: Mapping[str, Any]) -> Routing:
-    """How the model of this config.json routes; ``text_config`` where it has one.
+    """How the model of this config.json (or Mistral's params.json) routes; ``text_config`` where it
+    has one.
 
     The selection bias, the additive router bias and per-expert scales are tensors: hand them to
     `rubin_moe.layers.routing.route`.
@@ -102,9 +113,9 @@ def routing_from_config(config: Mapping[str, Any]) -> Routing:
         scoring=_scoring(fields, family),
         score_after_topk=family.after,
         renormalize=_renormalize(fields, family),
-        scaling_factor=float(fields.get("routed_scaling_factor") or 1.0),
+        scaling_factor=float(_first(fields, _SCALE) or 1.0),
         num_groups=groups,
-        top_groups=int(fields.get("topk_group") or groups),
+        top_groups=int(_first(fields, _TOP_GROUPS) or groups),
         group_score=_group_score(fields),
     )
 
@@ -115,6 +126,11 @@ def router_weight_on_input(config: Mapping[str, Any]) -> bool:
 
 
 def _family(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], _Family]:
+    if is_mistral(config):
+        own = {**config, **config["moe"]}
+        if int(_first(own, _GROUPS) or 1) != 1:
+            raise ConfigError("params.json has groups of experts: how it scores them is unknown")
+        return own, _MISTRAL
     nested = config.get("text_config")
     fields = {**config, **nested} if isinstance(nested, Mapping) else config
     name = str(fields.get("model_type"))

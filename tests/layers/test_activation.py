@@ -22,6 +22,8 @@ from rubin_moe.layers.activation import activation_from_config
             Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0),
         ),
         ({"model_type": "gpt_oss"}, Activation("swigluoai", limit=7.0)),
+        ({"dim": 64, "moe": {"num_experts": 8}}, Activation("silu")),
+        ({"dim": 64, "moe": {"num_experts": 8}, "activation": "relu2"}, Activation("relu2")),
         (
             {"hidden_act": "swigluoai", "swiglu_alpha": 1.5, "swiglu_limit": 6.0, "swiglu_beta": 0},
             Activation("swigluoai", limit=6.0, alpha=1.5, beta=0.0),

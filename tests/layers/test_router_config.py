@@ -136,3 +136,14 @@ def test_equal_to_the_routers_of_transformers(name, offset):
     mine = ours.argsort(dim=-1, descending=True, stable=True)
     assert torch.equal(our_ids.long().gather(1, mine), ids.gather(1, order))
     torch.testing.assert_close(ours.gather(1, mine), weights.gather(1, order))
+
+
+def test_mistrals_own_file():
+    """Its readers score by softmax and renormalize; of several groups nobody says how."""
+    moe = {"num_experts": 8, "num_experts_per_tok": 4, "routed_scale": 2.0}
+    groups = {"num_expert_groups": 1, "num_expert_groups_per_tok": 1}
+    params = {"dim": 64, "moe": {**moe, **groups}}
+    assert routing_from_config(params) == Routing(4, renormalize=True, scaling_factor=2.0)
+    assert not router_weight_on_input(params)
+    with pytest.raises(ConfigError, match="how it scores them is unknown"):
+        routing_from_config({"dim": 64, "moe": {**moe, "num_expert_groups": 4}})
