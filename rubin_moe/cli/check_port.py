@@ -11,7 +11,7 @@ from rubin_moe.arch.port_check import PlannedKernel, check_plan, check_ptx
 from rubin_moe.errors import ConfigError, PlanError
 from rubin_moe.kernels.sm107 import plan as plans
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

@@ -7,7 +7,7 @@ import typer
 
 from rubin_moe.errors import ConvertError
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 MB = 1_000_000
 

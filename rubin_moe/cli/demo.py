@@ -9,7 +9,7 @@ import typer
 
 from rubin_moe.errors import ConfigError
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
@@ -20,7 +20,7 @@ def demo(
     prompt: Annotated[str, typer.Option(help="text to continue")] = "And the LORD said unto Moses,",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 64,
 ) -> None:
-    """Start ``vllm serve`` on MODEL, print a completion, its speed, and who computed it and why."""
+    """Start `vllm serve` on MODEL, print a completion, its speed, and who computed it and why."""
     from rubin_moe.adapters.vllm import server
     from rubin_moe.loader.load import ModelCheckpoint
 

@@ -12,7 +12,7 @@ from rubin_moe.errors import ConfigError
 if TYPE_CHECKING:
     from rubin_moe.convert.compare import Difference
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
@@ -28,7 +28,7 @@ def diff(
 ) -> None:
     """Compare codes, scales and decoded weights of every routed expert.
 
-    Exit code 0, or 1 if ``--limit`` is exceeded; 2 if they cannot be compared.
+    Exit code 0, or 1 if --limit is exceeded; 2 if they cannot be compared.
     """
     from rubin_moe.convert.compare import compare
     from rubin_moe.loader.load import ModelCheckpoint
@@ -53,12 +53,23 @@ def _print(found: "list[Difference]", worst: int) -> None:
     console.print(f"{len(found)} matrices of experts, {same} of equal values")
     if same == len(found):
         return
-    table = Table("layer", "expert", "part", "rel. error", "largest", "of", "codes", "scales")
-    for d in found[: min(worst, len(found) - same)]:
-        table.add_row(
-            d.layer, str(d.expert), d.part, f"{d.rel_err:.3e}", f"{d.max_abs:.3e}",
-            f"{d.max_value:.3e}", _share(d.codes), _share(d.scales),
-        )  # fmt: skip
+    shown = found[: min(worst, len(found) - same)]
+    mean = sum(d.rel_err for d in found) / len(found)
+    console.print(f"relative error {mean:.3e} on average; the worst {len(shown)}:")
+    columns = {
+        "layer": [d.layer for d in shown],
+        "expert": [str(d.expert) for d in shown],
+        "part": [d.part for d in shown],
+        "rel. error": [f"{d.rel_err:.3e}" for d in shown],
+        "largest error": [f"{d.max_abs:.3e}" for d in shown],
+        "largest value": [f"{d.max_value:.3e}" for d in shown],
+        "codes": [_share(d.codes) for d in shown],
+        "scales": [_share(d.scales) for d in shown],
+    }
+    told = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(*told, box=None)
+    for cells in zip(*told.values(), strict=True):
+        table.add_row(*cells)
     console.print(table)
 
 

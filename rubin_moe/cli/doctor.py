@@ -20,7 +20,7 @@ from rubin_moe.kernels.target import detect, named
 from rubin_moe.loader.for_activations import default_activations, weight_format_for
 from rubin_moe.shapes import model_names, model_shape
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rubin_moe.provenance import read_result, write_result
 if TYPE_CHECKING:
     from rubin_moe.eval.report import QualityResult
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 WIDTH = 150  # of a table that is not cut when its output goes to a file
 

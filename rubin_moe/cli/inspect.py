@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rubin_moe.loader.sharding import Shard
     from rubin_moe.loader.summary import CheckpointSummary, LayerSummary
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 WIDTH = 150
 _SHOWN = 6
@@ -123,7 +123,8 @@ def _print(summary: "CheckpointSummary", surveyed: "list[LayerScales]", shard: "
 
     console = Console(width=WIDTH, highlight=False, soft_wrap=True)
     console.print(
-        f"{summary.name}: {summary.tensors:,} tensors in {summary.files} files, "
+        f"{summary.name}: {summary.tensors:,} tensors in {summary.files} "
+        f"file{'s' if summary.files > 1 else ''}, "
         f"{summary.nbytes:,} bytes; precision declared by {summary.declared_by or 'nothing'}",
         markup=False,
     )

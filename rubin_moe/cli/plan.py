@@ -24,7 +24,7 @@ from rubin_moe.kernels import registry
 from rubin_moe.kernels.base import MoEProblem
 from rubin_moe.loader.sharding import Shard
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 WIDTH = 150
 
@@ -125,10 +125,14 @@ def _print(
         f"{layer['fc1_shape']}, FC2 {layer['fc2_shape']}; {layer['bytes']:,} bytes, "
         f"{layer['bytes'] * layers.count:,} in {layers.count} layers"
     )
-    table = Table("", *(f"{r['tokens']:,} tokens" for r in rows), box=None)
+    table = Table("", *(_tokens(r["tokens"]) for r in rows), box=None)
     for name in dict.fromkeys(k for r in rows for k in r if k != "tokens"):
         table.add_row(name, *(_cell(r.get(name, "")) for r in rows))
     Console(width=WIDTH, highlight=False).print(table)
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' if count > 1 else ''}"
 
 
 def _cell(value: object) -> str:

@@ -17,7 +17,7 @@ from rubin_moe.loader.for_activations import default_activations, weight_format_
 from rubin_moe.loader.sharding import Shard
 from rubin_moe.shapes import model_names
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="a checkpoint's folder, or a name; 'list': names")

@@ -61,10 +61,18 @@ def test_codes_and_scales_that_differ_are_counted(tmp_path):
     told = run(a, b).output
     assert "12 matrices of experts, 11 of equal values" in told
     assert told.count("layers.0") == 1
+    assert "codes" in told
     worst = json.loads(run(a, b, "--json").output)[0]
+    assert f"relative error {worst['rel_err'] / 12:.3e} on average; the worst 1:" in told
     assert (worst["expert"], worst["part"]) == (1, "down")
     assert worst["codes"] == 2 / (64 * 32)
     assert worst["scales"] == 1 / (64 * 2)
+
+
+def test_columns_that_say_nothing_are_left_out(quantized):
+    told = run(*quantized, "--worst", "2").output
+    assert "the worst 2:" in told
+    assert "codes" not in told  # 16 bits against 4
 
 
 def test_limit_sets_the_exit_code(quantized):
