@@ -2,12 +2,12 @@
 
     python scripts/bench_convert.py
 
-Writes a checkpoint of random experts (16-bit, and one of NVFP4) into a temporary folder, converts
-it, verification and fsync included, and writes docs/results/convert.json. Rates are of input bytes,
-the source being in the page cache; those a CPU second count the time of all processes, and stay
-what they are on a busy machine. A plain copy in the kernel, file by file by as many threads as the
-conversion has processes, takes turns with it and starts from an idle disk as it does. It is told
-twice: with an fsync of every file, as a conversion has it, and without. Medians of all rounds.
+Writes checkpoints of random experts (16-bit, NVFP4 and MXFP4) into a temporary folder, converts
+them, verification and fsync included, and writes docs/results/convert.json. Rates are of input
+bytes, the source being in the page cache; those a CPU second count the time of all processes, and
+stay what they are on a busy machine. A plain copy in the kernel, file by file by as many threads as
+the conversion has processes, takes turns with it and starts from an idle disk as it does. It is
+told twice: with an fsync of every file, as a conversion has it, and without. Medians of all rounds.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from rubin_moe.provenance import provenance, write_result
 ROOT = Path(__file__).parents[1]
 MB = 1e6
 HIDDEN, WIDTH = 2048, 768  # of Qwen3-30B-A3B
+_FROM = {"nvfp4": "nvfp4-ue4m3 (modelopt)", "mxfp4": "mxfp4 (compressed-tensors)"}
 CONFIG = {
     "model_type": "qwen3_moe",
     "hidden_size": HIDDEN,
@@ -130,8 +131,8 @@ def main() -> None:
     head["cores"] = len(os.sched_getaffinity(0))
     head["what"] = (
         f"experts of {HIDDEN} x {WIDTH}, {args.experts} a layer of NVFP4, {args.experts // 2} of "
-        f"bf16, in {args.layers} and {max(1, args.layers // 3)} files; written, synced to disk and "
-        "read back; medians; a copy has as many threads, and its source in memory too"
+        f"bf16 and MXFP4, in {args.layers} and {max(1, args.layers // 3)} files; written, synced "
+        "to disk and read back; medians; a copy has as many threads, and its source in memory too"
     )
     write_result(args.out, head, rows)
 
@@ -139,6 +140,7 @@ def main() -> None:
 def measure(folder: Path, layers: int, experts: int, rounds: int) -> list[dict[str, Any]]:
     bf16 = write_source(folder / "bf16", max(1, layers // 3), experts // 2, "bf16")
     nvfp4 = write_source(folder / "nvfp4", layers, experts, "nvfp4")
+    mxfp4 = convert(bf16, folder / "mxfp4", Options("mxfp4")).folder
     out = folder / "out"
     cores = len(os.sched_getaffinity(0))
     wanted = [
@@ -147,6 +149,8 @@ def measure(folder: Path, layers: int, experts: int, rounds: int) -> list[dict[s
         (nvfp4, Options("nvfp4-ue4m3", names="compressed-tensors"), 1),
         (nvfp4, Options("nvfp4-ue4m3", names="compressed-tensors"), cores),
         (nvfp4, Options("bf16"), 1),
+        (nvfp4, Options("bf16"), cores),
+        (mxfp4, Options("bf16"), 1),
         (bf16, Options("nvfp4-ue4m3"), 1),
         (bf16, Options("nvfp4-ue4m3"), cores),
         (bf16, Options("nvfp4-ue5m3"), 1),
@@ -181,7 +185,7 @@ def row(source: Path, out: Path, options: Options, jobs: int, rounds: int) -> di
 
     took = {name: median(seconds) for name, seconds in wall.items()}
     return {
-        "from": "bf16" if source.name == "bf16" else "nvfp4-ue4m3 (modelopt)",
+        "from": _FROM.get(source.name, source.name),
         "to": options.target + (f" ({options.names})" if options.names != "auto" else ""),
         "processes": jobs,
         "rounds": rounds,
