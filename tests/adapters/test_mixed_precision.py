@@ -72,11 +72,16 @@ def test_tokens_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     expected = [model.greedy(p, 32) for p in tiny_models.PROMPTS]
     from rubin_moe.adapters.vllm import report
+    from rubin_moe.layers.experts import MoEExperts
 
     said: list[str] = []
+    warm: list[int] = []
+    monkeypatch.setattr(MoEExperts, "warm_up", lambda _, num_tokens: warm.append(num_tokens))
     monkeypatch.setattr(report._logger, "info", lambda text, *args: said.append(text % args))
     with serving.engine(model.path) as llm:
         assert serving.greedy(llm, tiny_models.PROMPTS, 32) == expected
+        most = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert warm == [most] * tiny_models.LAYERS
     (summary,) = said
     assert "2 layers of nvfp4-ue4m3 experts" in summary
     assert "backend cpu" in summary
