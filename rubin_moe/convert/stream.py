@@ -197,7 +197,7 @@ def _start_worker(parent: int) -> None:
 
 def _keep_freed_memory() -> None:
     """Asks glibc to keep what a matrix leaves for the next one. By default it goes back to the
-    kernel, and clearing its pages anew is up to a third of a conversion's CPU time."""
+    kernel, which clears its pages anew: 0.9 million page faults a GB decoded to bf16."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
